@@ -1,9 +1,9 @@
 """Write the generated pages of the documentation.
 
-These are README's matrix, docs/algorithms with a picture of each gate, docs/reference,
-docs/measured.* and docs/staleness.md; and parts of docs/architecture.md (picture, rooms),
-docs/engines.md, docs/extras.md, docs/known-benchmarks.md and docs/math-rewards.md (tables), docs/coming-from-*.md (options),
-docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements), docs/real-model.md and docs/gpu.md
+These are README's count of algorithms, docs/algorithms with a picture of each gate, docs/reference and docs/measured.*; and parts
+of docs/architecture.md (picture, rooms), docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables),
+docs/from-other-libraries.md (options), docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements),
+docs/small-models.md and docs/scaling.md
 (results). Also what the command line prints of the package's own, commands/help.json,
 commands/show.json and training/embedded_memory.json.
 """
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from make_lab import PRIMER_FIGURES
-from pages.algorithms import algorithm_page, by_family, index_page, quote_finding
+from pages.algorithms import algorithm_page, count_algorithms, index_page, quote_finding
 from pages.architecture import picture, rooms_block
 from pages.blocks import (
     accuracy_block,
@@ -47,7 +47,6 @@ from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block, devices_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
-from pages.staleness import staleness_page
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.help import HELP_FILE
 from policygrad.commands.show import SHOWN_FILE
@@ -55,7 +54,7 @@ from policygrad.training.memory_probe import STORED_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-CHECKED = (DOCS / "where-sources-disagree.md", DOCS / "core-alone.md")
+CHECKED = (DOCS / "where-sources-disagree.md",)
 GENERATED = ("algorithms/*.md", "algorithms/gates/*.svg", "reference/*.md")
 """Patterns of files that are all generated."""
 
@@ -69,18 +68,26 @@ def generate_files() -> dict[Path, str]:
         HELP_FILE: help_file(),
         SHOWN_FILE: show_file(),
         STORED_FILE: embedded_memory_file(),
-        README: fill_blocks(README, matrix=by_family("docs/algorithms/")),
+        README: fill_blocks(README, algorithms=count_algorithms()),
         DOCS / "architecture.md": fill_blocks(DOCS / "architecture.md", rooms=rooms_block("../")),
         DOCS / "architecture.svg": picture(),
-        DOCS / "chat-formats.md": fill_blocks(
-            DOCS / "chat-formats.md", formats=formats_block(), templates=templates_block()
+        DOCS / "models.md": fill_blocks(
+            DOCS / "models.md",
+            families=architectures_block(),
+            formats=formats_block(),
+            templates=templates_block(),
         ),
-        DOCS / "architectures.md": fill_blocks(DOCS / "architectures.md", families=architectures_block()),
         DOCS / "algorithms" / "index.md": index_page(),
         **pages,
         **gates,
         **reference,
-        **coming_from_pages(),
+        DOCS / "from-other-libraries.md": fill_blocks(
+            DOCS / "from-other-libraries.md",
+            trl=options_block("TRL"),
+            verl=options_block("verl"),
+            openrlhf=options_block("OpenRLHF"),
+            supervised=supervised_options_block(),
+        ),
         DOCS / "primer.md": fill_blocks(
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
@@ -88,34 +95,21 @@ def generate_files() -> dict[Path, str]:
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
-        DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=gpu_block()),
+        DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
         DOCS / "long-texts.md": fill_blocks(DOCS / "long-texts.md", lengths=lengths_block()),
         **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
         DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
-        DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
-        DOCS / "known-benchmarks.md": fill_blocks(DOCS / "known-benchmarks.md", benchmarks=benchmarks_block()),
+        DOCS / "rewards.md": fill_blocks(DOCS / "rewards.md", judged=math_block()),
+        DOCS / "evaluation.md": fill_blocks(DOCS / "evaluation.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "reference" / "json.md": json_page(),
         DOCS / "measured.svg": curves(load()),
-        DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
-        DOCS / "real-model.svg": real_model_picture(),
+        DOCS / "small-models.md": fill_blocks(DOCS / "small-models.md", seen=real_model_block()),
+        DOCS / "smollm2.svg": real_model_picture(),
         DOCS / "reference" / "reliability.md": reliability_page(),
-        DOCS / "staleness.md": staleness_page(),
-        DOCS / "many-processes.md": fill_blocks(DOCS / "many-processes.md", accuracy=accuracy_block()),
         DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
     }
-
-
-def coming_from_pages() -> dict[Path, str]:
-    """Return the pages for users of other libraries, with the tables of their options."""
-    blocks = {
-        "TRL": {"options": options_block("TRL"), "supervised": supervised_options_block("TRL")},
-        "verl": {"options": options_block("verl")},
-        "OpenRLHF": {"options": options_block("OpenRLHF"), "supervised": supervised_options_block("OpenRLHF")},
-    }
-    paths = {library: DOCS / f"coming-from-{library.lower()}.md" for library in blocks}
-    return {path: fill_blocks(path, **blocks[library]) for library, path in paths.items()}
 
 
 def find_outdated(files: dict[Path, str]) -> list[Path]:

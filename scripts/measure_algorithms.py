@@ -66,7 +66,7 @@ WITHOUT_ENVIRONMENT = {
 """Batch fields that only an environment's episodes fill -> why an algorithm that needs one is left out."""
 CANNOT_READ_HINTS = (
     "the embedded model has not learned to read what its teacher reads, which is then no teacher "
-    "([self-distillation](self-distillation.md) measures it, before and after the model has learned to)"
+    "([self-distillation](distillation.md#from-itself) measures it, before and after the model has learned to)"
 )
 MEASURED_LATER = "Measured later than the others"
 """How the caveat about rows begins that were put among those of another day."""

@@ -6,7 +6,7 @@ python scripts/measure_gpu.py --device cpu          the same code with tiny shap
 
 Each part is a process of its own with a time limit: one that fails or hangs costs none of the others. Models have random weights
 and the shapes of Qwen3-0.6B and Qwen3-4B, so nothing is downloaded; only the default run needs reasoning-gym, and is left out
-without it. The tables of docs/gpu.md are made from docs/results/gpu.json (--results).
+without it. The tables of docs/scaling.md are made from docs/results/gpu.json (--results).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns sums on a CPU: docs/results/smollm2.json, of which docs/real-model.md and its picture are made.
+"""SmolLM2-135M-Instruct learns sums on a CPU: docs/results/smollm2.json, of which docs/small-models.md and its picture are made.
 
 python scripts/measure_smollm2.py [--model ID|DIR] [--folder DIR] [--steps N] [--weights TEXT]
 

@@ -91,7 +91,7 @@ def test_imports_only_what_is_used(code: str, unwanted: tuple[str, ...]) -> None
 
 
 def test_the_readme_example_on_plain_tensors() -> None:
-    """What docs/own-model-and-data.md shows: the same objects in any other training loop, share by share."""
+    """What docs/extending.md describes: the same objects in any other training loop, share by share."""
     torch.manual_seed(0)
     logp = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
     batch = pg.Batch(

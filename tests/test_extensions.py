@@ -16,6 +16,8 @@ import policygrad as pg
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
+[TENT, *_] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS["gate"] = f"{TENT}\npg.train(pg.Run(algorithm=TENT))\n"
 
 
 @pytest.fixture
@@ -116,12 +118,12 @@ def test_a_gate_of_one_s_own_weighs_the_ratios(short: pg.Run, spies: list[Spy], 
     _, given = run_block("gate", short, learner=spying)
     assert given["result"].steps == 4
     _, psi, algorithm = spies[0].seen[0]
-    assert type(algorithm.gate).__name__ == "Window"
+    assert type(algorithm.gate).__name__ == "Tent"
     ratio = torch.tensor([0.7, 0.9, 1.1, 1.3])
     batch = pg.Batch(
         mask=torch.ones(1, 4, dtype=torch.bool), group=torch.zeros(1, dtype=torch.int64), reward=torch.ones(1)
     )
-    assert algorithm.gate.weight(ratio[None], psi[:1, :1], batch)[0].tolist() == pytest.approx([0.0, 0.9, 1.1, 0.0])
+    assert algorithm.gate.weight(ratio[None], psi[:1, :1], batch)[0].tolist() == pytest.approx([0.28, 0.72, 0.88, 0.52])
 
 
 def test_a_sampler_that_lags_is_not_taken_for_on_policy(short: pg.Run, spies: list[Spy], spying: Any) -> None:

@@ -83,7 +83,7 @@ def quote_finding(name: str, folder: str) -> str:
     """Write a finding as a paragraph below its picture in `folder`."""
     holds, claim, sentence = read_finding(name)
     return (
-        f"![{claim}]({folder}/{name}.svg)\n\n"
+        f"![What was measured]({folder}/{name}.svg)\n\n"
         f"{'✓' if holds else '✗'} **{claim}** {sentence} (`policygrad lab --experiment {name}`)"
     )
 
@@ -342,13 +342,18 @@ def matrix(folder: str) -> str:
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
 
 
-def by_family(folder: str) -> str:
+def by_family() -> str:
     """Write all names, by where their credit comes from and how they use old samples."""
-    rows = (
-        (kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names))
-        for kind, names in group_by_family().items()
+    rows = ((kind, " ".join(f"[`{name}`]({name}.md)" for name in names)) for kind, names in group_by_family().items())
+    return table(("what it compares", "algorithms"), rows)
+
+
+def count_algorithms() -> str:
+    """Write README's sentences on the named algorithms."""
+    return (
+        f"An algorithm is a choice of these parts, a few lines of data. There are [{len(ALGORITHMS)} named "
+        "algorithms](docs/algorithms/index.md), each its paper's recipe; where one departs from the paper, its page says so."
     )
-    return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
 
 
 def default_sources() -> list[tuple[str, str, str]]:
@@ -381,6 +386,7 @@ def index_page() -> str:
         "row with a literal transcription of its paper's objective. A name links to a page with the equation, the published "
         "objective and where the row differs from it, pseudo-code, the source of each default, how it fails, and measurements. "
         "Group and batch sizes are for small machines; the pages have the papers' sizes.",
+        f"## By what they compare\n\n<!-- matrix: begin -->\n{by_family()}\n<!-- matrix: end -->",
         "To train one, from the command line and from Python:",
         block("policygrad train grpo", "sh"),
         block("import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.get_algorithm('grpo')))", "python"),

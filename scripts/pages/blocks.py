@@ -24,11 +24,11 @@ from stress_engines import KINDS
 
 BENCHMARKS_HEAD = ("name", "what it is", "problems", "data", "revision", "grader", "k", "temperature, top-p", "tokens")
 FAMILIES = Path(__file__).parents[2] / "tests" / "architectures.toml"
-HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned once", "LoRA leaves out", "tested by")
+HEAD = ("`model_type`", "layers", "trains", "prompt sampled once", "and learned once", "LoRA leaves out")
 
 
 def benchmarks_block() -> str:
-    """Write the table of known benchmarks (docs/known-benchmarks.md)."""
+    """Write the table of known benchmarks (docs/evaluation.md)."""
     rows = []
     for b in load_benchmarks().values():
         s, place = b.sampling, f"[{b.repository}](https://huggingface.co/datasets/{b.repository})"
@@ -39,13 +39,16 @@ def benchmarks_block() -> str:
 
 
 def architectures_block() -> str:
-    """Write the table of model families (docs/architectures.md), in the order of tests/architectures.toml."""
+    """Write the table of model families (docs/models.md): those of tests/architectures.toml, alike ones in a row."""
     families = tomllib.loads(FAMILIES.read_text(encoding="utf-8"))["family"]
-    return table(HEAD, [_row(family) for family in families])
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family in families:
+        rows.setdefault(_cells(family), []).append(f"`{family['type']}`")
+    return table(HEAD, [(", ".join(types), *cells) for cells, types in rows.items()])
 
 
 def formats_block() -> str:
-    """Write the table of chat formats (docs/chat-formats.md), in the order in which a template is compared with them."""
+    """Write the table of chat formats (docs/models.md), in the order in which a template is compared with them."""
     rows: dict[str, tuple[str, str, str]] = {}
     for row in list_formats():
         models = ", ".join(filter(None, (rows[row.name][1] if row.name in rows else "", row.models)))
@@ -54,7 +57,7 @@ def formats_block() -> str:
 
 
 def templates_block() -> str:
-    """Write the table of the chat templates that were tried (docs/chat-formats.md): how many work, and what the others do."""
+    """Write the table of the chat templates that were tried (docs/models.md): how many work, and what the others do."""
     results = load("chat-templates") or {}
     rows = []
     for check in dict.fromkeys(name for result in results.values() for name in result):
@@ -68,16 +71,14 @@ def templates_block() -> str:
     return table(("", "works", "what the others do"), rows)
 
 
-def _row(family: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(family: Mapping[str, Any]) -> tuple[str, ...]:
     refused = family.get("refused")
     return (
-        f"`{family['type']}`",
         family["layers"],
         f"no: {refused}" if refused else "in full, with LoRA",
         "no" if "sampling" in family else "yes",
         {"tree": "yes", "cache": "by its cache", "texts": "no"}[family.get("learning", "tree")],
         ", ".join(f"`{name}`" for name in family.get("left_out", ())),
-        "`make test`" if family.get("short") else "`make test-full`",
     )
 
 
@@ -88,17 +89,24 @@ _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|b
 def options_block(library: str) -> str:
     """Write two tables: options of the library that have an equivalent here, and those that have none."""
     names = load_foreign_options()[0][library]
-    present = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag]
-    absent = [(f"`{name}`", _coded(ours.note)) for name, ours in names.items() if not ours.flag]
-    absent_table = table((library, "no such option here"), absent)
-    return f"{table((library, 'policygrad', 'what differs'), present)}\n\n{absent_table}"
+    present = {name: (_coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag}
+    absent = {name: (_coded(ours.note),) for name, ours in names.items() if not ours.flag}
+    absent_table = table((library, "no such option here"), _join_names(absent))
+    return f"{table((library, 'policygrad', 'what differs'), _join_names(present))}\n\n{absent_table}"
 
 
-def supervised_options_block(library: str) -> str:
+def supervised_options_block() -> str:
     """Write the table of options whose equivalent in `policygrad sft` and `reward-model` is not that of `train`."""
-    names, supervised = load_foreign_options()
-    rows = [(f"`{name}`", _coded(o.flag), _coded(o.note)) for name, o in supervised.items() if name in names[library]]
-    return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)
+    rows = {name: (_coded(ours.flag), _coded(ours.note)) for name, ours in load_foreign_options()[1].items()}
+    return table(("option", "`policygrad sft`, `reward-model`", "what differs"), _join_names(rows))
+
+
+def _join_names(options: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join the names of options that have the same cells into one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in options.items():
+        rows.setdefault(cells, []).append(f"`{name}`")
+    return [(", ".join(names), *cells) for cells, names in rows.items()]
 
 
 def _coded(text: str) -> str:
@@ -140,11 +148,21 @@ def extras_block(report: Data | None = None) -> str:
         (
             f"policygrad alone takes {base['mib']:,.0f} MiB and {base['seconds']:.0f} s to install, on Python {base['python']} "
             f"({versions}). Sizes are those of the installed files; seconds were measured on one machine with its package index.",
-            table(EXTRAS_HEAD, [_extras_row(name, extra) for name, extra in report.items() if name != "policygrad"]),
+            _extras_table([_extras_row(name, extra) for name, extra in report.items() if name != "policygrad"]),
             "Measured by `python scripts/check_extras.py`."
             + (f" Not tried yet: {', '.join(f'`{name}`' for name in left)}." if left else ""),
         )
     )
+
+
+def _extras_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Write the table, with its last two columns only where an extra did not do what it should."""
+    if all(row[-2:] == ("refused", "works") for row in rows):
+        said = (
+            "Without its extra, each was refused with the command that installs it; with the extra alone, each works."
+        )
+        return f"{said}\n\n{table(EXTRAS_HEAD[:-2], [row[:-2] for row in rows])}"
+    return table(EXTRAS_HEAD, rows)
 
 
 def _extras_row(name: str, extra: dict[str, Any]) -> tuple[str, ...]:
@@ -441,7 +459,7 @@ def real_model_block(report: dict[str, Any] | None = None) -> str:
         (str(a["step"]), a["prompt"], f"`{a['completion'].strip()!r}`", f"{a['reward']:g}") for a in report["answers"]
     ]
     answers = table(("step", "question", "answer", "reward"), rows)
-    picture = "![Mean reward of each step](real-model.svg)"
+    picture = "![Mean reward of each step](smollm2.svg)"
     return "\n\n".join(
         (intro, picture, answers, "The run, in the folder with the problems:", block(report["command"], "sh"))
     )
@@ -484,7 +502,7 @@ def _svg(shapes: list[str]) -> str:
     return "\n".join([head, "<title>SmolLM2-135M-Instruct learns sums</title>", style, page, *shapes, "</svg>"]) + "\n"
 
 
-# What one GPU gave (docs/gpu.md).
+# What one GPU gave (docs/scaling.md).
 
 _LEARNERS = {
     "learner 16k": ("0.6B, texts of 16,384", ""),
@@ -500,7 +518,7 @@ _LEARNERS = {
 
 
 def gpu_block() -> str:
-    """Write the tables of docs/gpu.md from docs/results/gpu.json."""
+    """Write the tables of docs/scaling.md from docs/results/gpu.json."""
     data = load("gpu")
     parts = {name: part["result"] for name, part in data["parts"].items()}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name != "policygrad")

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from measure_algorithms import REGIME, UNGATED
+from measure_algorithms import REGIME, UNGATED, describe_lack
 from pages.markdown import Data, block, estimate, files, link, load, page, short, table
+from pages.staleness import staleness_section
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS, OVERRIDES
 
 
-def ladder_section(name: str, result: Data | None) -> str:
-    """Write a ladder's section."""
+def ladder_section(name: str, result: Data | None, told: Collection[str] = ()) -> str:
+    """Write a ladder's section, without the caveats that the page has told."""
     ladder, title = LADDERS[name], f"## {LADDERS[name].title}"
     default_command = f"python scripts/measure_algorithms.py --ladder {name} -- --jobs 2"
     command = block(default_command if result is None else result["measured_by"], "sh")
@@ -35,7 +36,7 @@ def ladder_section(name: str, result: Data | None) -> str:
         "cut off",
         "entropy",
     )
-    lists = "\n".join(f"- {text}" for text in [*result["ranking"], *result["caveats"]])
+    lists = _list([*result["ranking"], *result["caveats"]], told)
     return "\n\n".join(
         [
             title,
@@ -45,7 +46,7 @@ def ladder_section(name: str, result: Data | None) -> str:
             table(head, rows),
             lists,
             command,
-            f"{files(f'ladder-{name}')} hold every run and every curve.",
+            f"{files(f'ladder-{name}')} hold every run.",
         ]
     )
 
@@ -66,6 +67,11 @@ def _rung(row: Data, published: str) -> tuple[str, ...]:
     )
 
 
+TITLE = "# Measurements"
+INTRO = (
+    "How well algorithms learn, how often their gates act, and what old samples cost, all with the small model inside the package. "
+    "How fast policygrad is, beside TRL, is in [benchmarks](benchmarks.md)."
+)
 HEAD = (
     "algorithm",
     "tuned",
@@ -75,10 +81,8 @@ HEAD = (
     "area",
     "above / open / below",
     "updates",
-    "tokens",
     "CPU seconds",
     "tokens to it",
-    "updates to it",
 )
 
 
@@ -112,36 +116,39 @@ def measured_page(
     command = block(default_command if result is None else result["measured_by"], "sh")
     if result is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
-        return page("# Every algorithm, measured", waiting, *(ladder_section(name, ladders[name]) for name in LADDERS))
+        rest = (*(ladder_section(name, ladders[name]) for name in LADDERS), staleness_section())
+        return page(TITLE, waiting, *rest)
+    told = set(result["caveats"])
     return page(
-        "# Every algorithm, measured",
-        _intro(result),
+        TITLE,
+        INTRO,
+        f"## Every algorithm\n\n{_intro(result)}",
         "![Learning curves of every algorithm over sampled tokens, with the curve of grpo for comparison](measured.svg)",
         *(_table(result, number, kind) for number, kind in enumerate(result["kinds"])),
         _not_measured(result),
-        _section("What it says", [*_by_updates(result), *result["ranking"]]),
-        _section("What differs besides the algorithm", result["differences"]),
+        _section("What the figures show", [*_by_updates(result), *result["ranking"]]),
         _section("What cannot be concluded", result["caveats"]),
-        _rates(result),
+        f"### How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row. {files('algorithms')} hold "
+        "every run and curve, the scores at every learning rate, and in what the rows differ besides the algorithm (updates per "
+        "rollout, samples and prompts per step).",
         _overrides(),
-        gates_section(result, gates),
-        *(ladder_section(name, ladders[name]) for name in LADDERS),
-        f"## How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row and goes on where it "
-        f"stopped. "
-        f"{files('algorithms')} hold every run and every curve.",
+        gates_section(result, gates, told),
+        *(ladder_section(name, ladders[name], told) for name in LADDERS),
+        staleness_section(),
     )
 
 
 def _intro(result: Data) -> str:
     kind, seeds = result["kinds"][0]["measure"], len(result["seeds"])
     return (
-        f"Each algorithm trains the [embedded model](base-model.md) until {result['tokens']:,} tokens have been sampled, at "
-        f"the best learning rate of a grid, with {seeds} seeds. The rate is chosen on "
-        f"{len(result['tuning_seeds'])} other {'seed' if len(result['tuning_seeds']) == 1 else 'seeds'}, not reported here. "
+        f"Each algorithm trains the [embedded model](small-models.md#the-text-model) until {result['tokens']:,} tokens have "
+        f"been sampled, at the best learning rate of a grid, with {seeds} seeds. The rate is chosen on "
+        f"{len(result['tuning_seeds'])} other seed{'s' * (len(result['tuning_seeds']) > 1)}, not reported here. "
         f"A score is the mean reward of {kind['samples']} samples on each of "
         f"{kind['problems']} held-out problems; a figure is the interquartile mean over seeds with its 95 % stratified "
         "bootstrap interval, as in Agarwal et al. 2021. Rows are compared at points that all of them reach: equal tokens, "
-        "equal updates of the weights, equal seconds of training. *Area* is the mean height of the curve over tokens; "
+        "equal updates of the weights, equal seconds of training. *Tuned* is the learning rate, with \\* at the edge of its grid; "
+        "*area* is the mean height of the curve over tokens; "
         "*above / open / below* counts the rows that this one beats, cannot be distinguished from, and loses to at equal "
         f"tokens; *it* is the threshold, {result['share']:.0%} of the way from the score before training to the best row's "
         "final one, and what it took to get there is a median over seeds."
@@ -162,7 +169,7 @@ def _table(result: Data, number: int, kind: Data) -> str:
 def _row(result: Data, row: Data) -> tuple[str, ...]:
     summary, means = row["summary"], row["summary"]["means"]
     few = "" if len(row["runs"]) == len(result["seeds"]) else f" ({len(row['runs'])} of {len(result['seeds'])} seeds)"
-    reach = [summary["reach"].get(axis) for axis in ("tokens", "updates")]
+    reach = summary["reach"].get("tokens")
     return (
         link(row["label"]) + few,
         "–" if row["option_value"] is None else f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
@@ -170,9 +177,8 @@ def _row(result: Data, row: Data) -> tuple[str, ...]:
         estimate(summary["area"]),
         count_pairs(result, row["label"]),
         f"{means['updates']:.0f}",
-        short(means["tokens"]),
         f"{means['cpu_seconds']:.0f}" if "cpu_seconds" in means else "–",
-        *("–" if r is None else "not reached" if r["median"] is None else short(r["median"]) for r in reach),
+        "–" if reach is None else "not reached" if reach["median"] is None else short(reach["median"]),
     )
 
 
@@ -226,7 +232,7 @@ def _by_updates(result: Data) -> list[str]:
     ]
 
 
-def gates_section(result: Data, gates: Data | None) -> str:
+def gates_section(result: Data, gates: Data | None, told: Collection[str] = ()) -> str:
     """Write on how many tokens gates acted, at the rows' own settings and in a regime in which they act."""
     title, command = "## Where gates act", "python scripts/measure_algorithms.py --gates"
     if gates is None:
@@ -263,7 +269,7 @@ def gates_section(result: Data, gates: Data | None) -> str:
         f"{len(gates['seeds'])} seeds; rows are compared at {ends['tokens']:,.0f} tokens and {ends['updates']:,.0f} "
         f"updates."
     )
-    lists = "\n".join(f"- {sentence}" for sentence in [*gates["ranking"], *gates["caveats"]])
+    lists = _list([*gates["ranking"], *gates["caveats"]], told)
     return "\n\n".join(
         [title, text, table(head, rows), lists, block(gates["measured_by"], "sh"), f"{files('gates')} hold every run."]
     )
@@ -275,9 +281,17 @@ def _share(x: float) -> str:
 
 
 def _not_measured(result: Data) -> str:
-    """List the rows that are missing, and why."""
+    """List the rows that are missing, and why; those that are left out for the same reason together."""
     present = {row["label"] for row in result["rows"]}
-    reasons = {name: "not measured yet" for name in ALGORITHMS if name not in present} | result.get("left_out", {})
+    left_out: dict[str, list[str]] = {}
+    for name, reason in result.get("left_out", {}).items():
+        if name in ALGORITHMS:
+            left_out.setdefault(describe_lack(name) or reason, []).append(link(name))
+    reasons = {
+        name: "not measured yet"
+        for name in ALGORITHMS
+        if name not in present and name not in result.get("left_out", {})
+    }
     failed = {
         row["label"]: f"every run failed: {row['failed'][-1]['error'].splitlines()[-1]}"
         if row["failed"]
@@ -285,41 +299,15 @@ def _not_measured(result: Data) -> str:
         for row in result["rows"]
         if not row["summary"]
     }
-    return "\n".join(f"- {link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS)
-
-
-def _rates(result: Data) -> str:
-    """Write the scores by value of the tuned option."""
-    sections = []
-    for option in dict.fromkeys(row["tuned_option"] for row in result["rows"] if row["tuning"]):
-        rows = [row for row in result["rows"] if row["tuned_option"] == option and row["tuning"]]
-        values = sorted({tried["value"] for row in rows for tried in row["tuning"]})
-        cells = []
-        for row in rows:
-            means = {tried["value"]: tried["mean"] for tried in row["tuning"]}
-            scores = ["failed" if means.get(v) is None else f"{means[v]:.3f}" for v in values]
-            cells.append(
-                (
-                    link(row["label"]),
-                    *(f"**{s}**" if v == row["option_value"] else s for v, s in zip(values, scores, strict=True)),
-                )
-            )
-        sections.append(table((f"`{option}`", *(f"{v:g}" for v in values)), cells))
-    if not sections:
-        return ""
-    head = (
-        "Mean final scores on the tuning seeds, with the chosen value in bold; \\* in the tables above marks a value at "
-        "the edge "
-        "of its grid."
-    )
-    return "\n\n".join(["## Learning rates", head, *sections])
+    others = [f"- {link(name)}: {reason}" for name, reason in (reasons | failed).items() if name in ALGORITHMS]
+    return "\n".join([*(f"- {', '.join(names)}: {reason}" for reason, names in left_out.items()), *others])
 
 
 def _overrides() -> str:
     rows = [(link(name), f"`{' '.join(o.options)}`", o.reason) for name, o in OVERRIDES.items() if name in ALGORITHMS]
     head = "Options that do not suit answers of ten tokens were changed:"
     changes = [f"{head}\n\n{table(('algorithm', 'options', 'why'), rows)}"] if rows else []
-    return "\n\n".join(["## Options", *changes, _remarks()])
+    return "\n\n".join(["### Options", *changes, _remarks()])
 
 
 def _remarks() -> str:
@@ -344,7 +332,11 @@ def _remarks() -> str:
 
 
 def _section(title: str, sentences: Sequence[str]) -> str:
-    return f"## {title}\n\n" + "\n".join(f"- {text}" for text in sentences) if sentences else ""
+    return f"### {title}\n\n{_list(sentences)}" if sentences else ""
+
+
+def _list(sentences: Sequence[str], told: Collection[str] = ()) -> str:
+    return "\n".join(f"- {text}" for text in sentences if text not in told)
 
 
 ACROSS, WIDTH, HEIGHT, LEFT, TOP = 6, 178, 132, 40, 34

@@ -235,7 +235,7 @@ PAGES = {
     "equation": (
         "The equation",
         "What the gradient is made of, on plain tensors, and the bases of its parts. [A part of your "
-        "own](../your-own-algorithm.md) inherits one and overrides what is different.",
+        "own](../extending.md) inherits one and overrides what is different.",
         "Algorithm Batch Forward SamplingMask surrogate objective gate_weight "
         "Part Advantage Ratio Gate Correction Aggregation Term LossTerm Shaping Filter UpdateRule",
     ),

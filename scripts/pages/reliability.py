@@ -122,8 +122,8 @@ NOT = """## What is not promised
   number of threads and the same torch.
 - **Crafted files outside `checkpoints/`.** Logs and configuration in someone else's folder are parsed, and code they name needs
   permission (`--allow-code`); their other content is trusted.
-- **Virtual machines.** Reward workers are processes: [what that isolates and what not](../rewards-isolation.md). A program that
-  exploits the kernel also escapes [the sandbox](../sandbox.md)."""
+- **Virtual machines.** Reward workers are processes: [what that isolates and what not](../isolation.md). A program that
+  exploits the kernel also escapes [the sandbox](../isolation.md#programs-of-a-model)."""
 
 
 class MissingTestError(SystemExit):

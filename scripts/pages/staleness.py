@@ -1,4 +1,4 @@
-"""docs/staleness.md: scores and times measured by scripts/measure_staleness.py."""
+"""The section of docs/measured.md on old samples: scores and times measured by scripts/measure_staleness.py."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from measure_staleness import BEHAVIOURS, NAMES, STALENESS, label
-from pages.markdown import Data, block, estimate, files, link, load, page, short, table
+from pages.markdown import Data, block, estimate, files, link, load, short, table
 
-INTRO = """# Training on samples of older weights
+INTRO = """## Samples of older weights
 
 With `--max-staleness K` a rollout may be sampled from weights that are up to K steps old, so that sampler and learner need not
-wait for each other. This page shows what that costs in learning, and what it gains in time.
+wait for each other. Below is what that costs in learning, and what it gains in time.
 
 π_old is the policy that sampled the tokens. If the learner computes it (`old_policy = "learner"`), tokens count as its own, times
 the truncated ratio π_old/μ that corrects the difference to the sampler's weights μ. If it is taken from the sampler
 (`old_policy = "sampler"`), the algorithm's own ratio π/μ has to correct the full difference."""
 
 WORDS = {"corrected": "the learner's, corrected", "uncorrected": "the sampler's"}
-CLOCK = """## Seconds
+CLOCK = """### Seconds
 
 One llama.cpp server, which generates 16 completions at a time, runs next to the learner, each with one thread.
 The first step, and the last K, during which nothing is left to sample, are left out."""
 
 
-def staleness_page(result: Data | None = None, clock: Data | None = None) -> str:
-    """Return the page, from the committed reports unless others are given."""
+def staleness_section(result: Data | None = None, clock: Data | None = None) -> str:
+    """Return the section, from the committed reports unless others are given."""
     result = load("staleness") if result is None else result
     clock = load("staleness-seconds") if clock is None else clock
     scores = _scores(result) if result else [_missing("")]
-    return page(INTRO, "## Scores", *scores, CLOCK, *(_clock(clock) if clock else [_missing(" --clock")]))
+    return "\n\n".join([INTRO, *scores, CLOCK, *(_clock(clock) if clock else [_missing(" --clock")])])
 
 
 def _missing(option: str) -> str:
@@ -47,7 +47,7 @@ def _scores(result: Data) -> list[str]:
     runs, seeds = sum(len(row["runs"]) for row in result["rows"]), len(result["seeds"])
     text = (
         f"Held-out accuracy after {short(result['tokens'])} sampled tokens, {seeds} seeds: interquartile mean and 95 % bootstrap "
-        "interval. Each algorithm has the learning rate that was best for it at K = 0 ([measured](measured.md)), which need not be "
+        "interval. Each algorithm has the learning rate that was best for it at K = 0 (above), which need not be "
         "best at another K; updates per rollout are its own."
     )
     return [

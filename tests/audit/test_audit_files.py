@@ -69,7 +69,7 @@ def test_the_command(update: dict[str, Any], tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["audit"], ["name the file", "docs/audit.md"]),
+        (["audit"], ["name the file", "docs/trust.md"]),
         (["audit", "none.json"], ["none.json: no such file"]),
         (["audit", "update.json", "--map", "keep"], ["--map keep", "THEIRS=OURS"]),
         (["audit", "update.json", "--map", "keep=mask"], ["--map keep=mask", "has no keep", "logp"]),

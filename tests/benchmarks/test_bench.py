@@ -290,7 +290,7 @@ def test_the_page_says_how_many_times_faster() -> None:
     text = page(
         {"about": {"machine": {"cores": "2"}}, "measurements": measured, "grid": grid, "components": {"h": table}}
     )
-    assert "| policygrad-fp32, 1 thread | 3.00 | 6.00 | 100 | 3.00 | 3.00 | 4.00 | 1 |" in text
+    assert " | policygrad-fp32, 1 thread | 3.00 | 6.00 | 100 | 3.00 | 3.00 | 4.00 | 1 |" in text
     assert "| 7m/trl-fp32/1 | 2.00 (100 MiB) | **1.00 (100 MiB)** |" in text
     assert "| 2× | 200 | 2.42 | +10.0 % |" in text
     assert "| x | 0.500 |" in text

@@ -1,4 +1,4 @@
-"""Each row of docs/coming-from-*.md that names a formula, against that library's formula written out token by token.
+"""Each row of docs/from-other-libraries.md that names a formula, against that library's formula written out token by token.
 
 The formulas are those of TRL 1.16.0, of verl at b178a3c and of OpenRLHF at 3c3be62, read from their sources; TRL's PPO, which
 1.16.0 no longer has, is taken as verl's source quotes it. What a row's note says to differ is checked to differ so.

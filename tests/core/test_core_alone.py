@@ -1,4 +1,4 @@
-"""policygrad.core in a training loop of somebody else's: with torch and nothing more, as docs/core-alone.md says."""
+"""policygrad.core in a training loop of somebody else's: with torch and nothing more, as docs/extending.md says."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from doubles.scripted_sampler import conversation
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = TEXT.partition("## Tools of MCP servers")[0]
 BLOCKS: dict[str, str] = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 SMALL = {  # what makes seconds of minutes; an option that is given twice is the last

@@ -26,7 +26,7 @@ def test_what_is_bitwise_and_what_is_code_is_written_down() -> None:
         "Times differ, and so may whatever a GPU's kernels, an engine, or your own reward or environment computes"
         in readme
     )
-    isolation = (root / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
+    isolation = (root / "docs" / "isolation.md").read_text(encoding="utf-8")
     assert "## A run folder with user code is code" in isolation
 
 

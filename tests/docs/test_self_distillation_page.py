@@ -1,4 +1,4 @@
-"""docs/self-distillation.md: its commands are runs, its data is written, and a run on it follows its teacher."""
+"""docs/distillation.md, from itself: its commands are runs, its data is written, and a run on it follows its teacher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from doubles.files import rows
 
-PAGE = (Path(__file__).parents[2] / "docs" / "self-distillation.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text(encoding="utf-8")
+PAGE = TEXT.partition("## From itself")[2]
 BLOCKS: dict[str, str] = dict(re.findall(r"```python ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad train .*)$", PAGE, re.MULTILINE)]
 Command = Callable[..., tuple[int, str, str]]

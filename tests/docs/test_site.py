@@ -47,7 +47,7 @@ def test_every_page_is_in_the_site_and_at_its_side(site: Path) -> None:
 
 @pytest.mark.full
 def test_links_out_of_the_docs_are_names_of_files(site: Path) -> None:
-    text = (site / "your-own-algorithm.html").read_text(encoding="utf-8")
+    text = (site / "extending.html").read_text(encoding="utf-8")
     assert "src/policygrad/core/base.py" in text
     assert "../src" not in text
     assert (site / "results" / "algorithms.html").is_file()
@@ -84,7 +84,7 @@ def test_formulas_and_tables_are_not_cut_at_1400_pixels(site: Path, chromium: Br
         "algorithms/index",
         "algorithms/vapo",
         "algorithms/prorl",
-        "real-model",
+        "small-models",
         "reference/reliability",
         "measured",
         "benchmarks",

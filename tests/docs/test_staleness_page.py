@@ -104,12 +104,12 @@ def test_an_interrupted_run_starts_again_and_a_complete_one_is_read(tmp_path: Pa
     assert seconds[0].step == 1.25
     result = measure_staleness.measure("tiny", 3, tmp_path, train)
     assert [(row["staleness"], row["chunk_tokens"]) for row in result["rows"]] == list(measure_staleness.SETTINGS)
-    page = staleness.staleness_page({}, result | {"measured_by": "python y"})
-    assert "Not measured yet" not in page.partition("## Seconds")[2]
+    page = staleness.staleness_section({}, result | {"measured_by": "python y"})
+    assert "Not measured yet" not in page.partition("### Seconds")[2]
 
 
 def test_the_page(tmp_path: Path) -> None:
-    assert staleness.staleness_page({}, {}).count("Not measured yet") == 2
+    assert staleness.staleness_section({}, {}).count("Not measured yet") == 2
     rows = [row("grpo.0"), row("grpo.4.corrected"), row("grpo.4.uncorrected")]
     made = plan(*rows, seeds=3)
     runner = StubRunner({"grpo.0": 0.9, "grpo.4.corrected": 0.8, "grpo.4.uncorrected": 0.6})
@@ -121,7 +121,7 @@ def test_the_page(tmp_path: Path) -> None:
         "rows": [{"staleness": k, "chunk_tokens": 8 * k, "step": 2.0 + 0.1 * k} | speed for k in (0, 1)],
         "measured_by": "python y",
     }
-    text = staleness.staleness_page(found, clock)
+    text = staleness.staleness_section(found, clock)
     assert "Not measured yet" not in text
     (corrected,) = [line for line in text.splitlines() if line.startswith("| [`grpo`]") and "the learner's" in line]
     cells = [cell.strip() for cell in corrected.split("|")[3:-1]]

@@ -46,7 +46,7 @@ def test_models_without_template_use_tags_and_unknown_formats_say_so() -> None:
     assert not supports_tools("{{ '# no tools' }}")
     unknown = find_format("{% if tools %}<tool>f{% endif %}", "new").parse("<think>hm</think>anything")
     assert unknown.unread.startswith(
-        "the chat template of 'new' has an unknown format for tool calls: name a format of docs/chat-formats.md"
+        "the chat template of 'new' has an unknown format for tool calls: name a format of docs/models.md"
     )
     assert (unknown.reasoning, unknown.content, unknown.calls) == ("hm", "anything", ())
 

@@ -16,7 +16,7 @@ from policygrad.rewards.instructions import INSTRUCTIONS, IFEval, count_sentence
 from policygrad.rewards.resolve import resolve_reward
 
 TABLE = Path(__file__).parent / "ifeval_cases.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "known-benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 LESS, MORE = "less than", "at least"
 # instruction, its arguments, a text that follows it, and one that does not
 CASES: list[tuple[str, dict[str, Any], str, str]] = [

@@ -21,7 +21,7 @@ from policygrad.rewards.workers.pool import RewardPool
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-PAGE = (ROOT / "docs" / "math-rewards.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is not here")
 
 

@@ -30,7 +30,7 @@ from policygrad.sandbox.function_tests import (
 )
 from policygrad.sandbox.program_tests import compare_output
 
-PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
+PAGE = Path(__file__).parents[2] / "docs" / "isolation.md"
 X86, ARM = 0xC000003E, 0xC00000B7
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 

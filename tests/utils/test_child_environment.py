@@ -254,7 +254,7 @@ def test_a_server_that_misses_a_variable_says_which_option_passes_it(
 
 
 def test_docs_list_the_variables() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8")
 
     def read_list(begin: str, end: str) -> list[str]:
         return re.findall(r"`(.+?)`", page.partition(begin)[2].partition(end)[0])

@@ -64,7 +64,7 @@ class Audit:
         return render_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the findings for JSON; see docs/audit.md."""
+        """Return the findings for JSON; see docs/trust.md."""
         findings = [finding.as_dict() for finding in self.findings]
         return {"source": self.source, "agrees": self.agrees, "findings": findings}
 

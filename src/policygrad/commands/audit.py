@@ -43,7 +43,7 @@ class AuditOptions:
     def __post_init__(self) -> None:
         if not self.files:
             raise ConfigError(
-                "name the file of a recording: policygrad audit update.safetensors; docs/audit.md says how to make one"
+                "name the file of a recording: policygrad audit update.safetensors; docs/trust.md says how to make one"
             )
         if self.json and self.markdown:
             raise ConfigError("--json and --markdown are two forms of the same findings; give only one of them")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 HELP = (
     "Talk to a model. For a run's folder there are two: the model before training and after. Each keeps a conversation of its own, "
     "with the same questions.",
-    "In the terminal, /again samples other answers to the last question, /new begins a new conversation, Ctrl-D ends. --page serves "
-    "a page in place of it, at an address with a key.",
+    "In the terminal, /again samples other answers to the last question, /new begins a new conversation, Ctrl-D ends. --page "
+    "serves a page in place of it, at an address with a key.",
 )
 PROMPT = "you: "
 AGAIN, NEW = "/again", "/new"
@@ -139,8 +139,8 @@ def find_models(options: ChatOptions) -> list[tuple[str, str]]:
             continue
         if not is_model_folder(folder / "model"):
             raise ConfigError(
-                f"the run in {folder} has no model so far. Finish it with policygrad train --resume {folder}, or talk to the folder "
-                f"that policygrad export {folder} writes from its last checkpoint."
+                f"the run in {folder} has no model so far. Finish it with policygrad train --resume {folder}, or talk to the "
+                f"folder that policygrad export {folder} writes from its last checkpoint."
             )
         base = tomllib.loads((folder / RUN_FILE).read_text(encoding="utf-8")).get("model")
         if not options.alone and isinstance(base, str) and base:

@@ -55,7 +55,7 @@ class EngineOptions:
     python: Annotated[str | None, optional_arg("PATH", "this environment")] = None
     """Virtual environment, or its Python, that has the engine."""
     env: Annotated[tuple[str, ...], VARIABLE_NAMES] = ()
-    """Environment variables that the server gets besides the default ones (docs/rewards-isolation.md), such as a key."""
+    """Environment variables that the server gets besides the default ones (docs/isolation.md), such as a key."""
     into: Annotated[Path | None, optional_arg("DIR", "none")] = None
     """install: the virtual environment to make."""
     requirements: Annotated[tuple[str, ...], optional_arg("SPEC", "the tested version")] = ()

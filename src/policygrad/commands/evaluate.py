@@ -98,7 +98,7 @@ class EvalOptions:
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
     environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
-    """Environment variables that an agent's program gets besides the default ones (docs/rewards-isolation.md), such as a key."""
+    """Environment variables that an agent's program gets besides the default ones (docs/isolation.md), such as a key."""
     eval_data: Annotated[str | None, optional_arg("FILE", f"{_RUN_DEFAULT}a sixteenth of the task")] = None
     """Data with the evaluation problems, for a task that is data."""
     benchmark: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
@@ -191,7 +191,7 @@ class EvalBenchmarks(TypedDict):
     """With --benchmark: an object for each, or with `list` what is known of each."""
 
     benchmarks: list[Mapping[str, Any]]
-    """docs/known-benchmarks.md lists the fields."""
+    """docs/evaluation.md lists the fields."""
 
 
 _DifferencePass = TypedDict("_DifferencePass", {"pass": Mapping[str, Estimate]})

@@ -53,7 +53,7 @@ def parse_supervised(
         ConfigError: a file cannot be read, a key is unknown, or a flag would have no effect on a resumed run.
     """
     reject_cluster_flags(
-        args, kind.kind, "trains in several processes with --learner.world-size N or torchrun (docs/many-processes.md)"
+        args, kind.kind, "trains in several processes with --learner.world-size N or torchrun (docs/scaling.md)"
     )
     reject_foreign_options(args, lambda: list_command_flags(kind.kind), supervised=True)
     _, command = _parse(kind(), args, help_texts)  # to find the configuration files

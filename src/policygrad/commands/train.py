@@ -95,7 +95,7 @@ class TrainOptions(CommandOptions):
     """Model to learn from (required by distill): a folder, a hub id, a run's folder, or a server of vLLM or SGLang.
     Several are NAME=MODEL each, and the data's column `teacher` names one. Short for --algorithm.reference.model or .teachers."""
     cluster: Annotated[str | None, optional_arg("ADDRESS", "none")] = None
-    """Run on actors of a Ray cluster: ray://HOST:PORT, HOST:PORT, auto or local (docs/ray.md)."""
+    """Run on actors of a Ray cluster: ray://HOST:PORT, HOST:PORT, auto or local (docs/scaling.md)."""
     cluster_samplers: Annotated[
         int | None,
         tyro.conf.arg(name="cluster.samplers", metavar="INT", help_behavior_hint="(default: 1; with an engine 0)"),

@@ -88,7 +88,7 @@ class AgentProgram:
     """Further environment variables, by name and value."""
     environment: Sequence[str] = ()
     """Names of this process's environment variables that are passed on, beside those of a list without secrets
-    (docs/rewards-isolation.md)."""
+    (docs/isolation.md)."""
     max_seconds: float | None = None
     """Seconds of an episode, not counting those in which the program waits for completions; likewise of the reward command. None =
     those of --environment.timeout."""

@@ -74,7 +74,7 @@ class McpTools:
     shared: bool = False
     """Whether one process, or one session, serves all episodes of a run, for servers without state. It is restarted if it ends."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of a program, besides the default ones (docs/rewards-isolation.md). It gets no others of this one's."""
+    """Environment variables of a program, besides the default ones (docs/isolation.md). It gets no others of this one's."""
     folder: str | None = None
     """A program's working folder; None = the current one."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -30,10 +30,10 @@ class Isolation:
     memory: str = "4GiB"
     """Memory a worker may use beyond what it has after loading (4GiB, 500MB, none), on Linux. A reward model has no limit."""
     environment: Annotated[tuple[str, ...], VARIABLE_NAMES] = ()
-    """Environment variables that workers get besides the default ones (docs/rewards-isolation.md), such as an API key."""
+    """Environment variables that workers get besides the default ones (docs/isolation.md), such as an API key."""
 
     sandbox: SandboxChoice = "none"
-    """Sandbox around workers, except a reward model: no network, few readable files, none writable (docs/rewards-isolation.md)."""
+    """Sandbox around workers, except a reward model: no network, few readable files, none writable (docs/isolation.md)."""
 
     show_output: bool = False
     """Print what reward functions print to standard error. Otherwise only the last lines are shown, in messages of failures."""

@@ -53,7 +53,7 @@ class SamplerConfig:
     ] = None
     """Virtual environment, or its Python, that has the engine to start (policygrad engine install ENGINE --into DIR)."""
     env: Annotated[tuple[str, ...], VARIABLE_NAMES] = ()
-    """Environment variables that servers started here get besides the default ones (docs/rewards-isolation.md), such as a key."""
+    """Environment variables that servers started here get besides the default ones (docs/isolation.md), such as a key."""
     folder: Annotated[
         str | None,
         tyro.conf.arg(

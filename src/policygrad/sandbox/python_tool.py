@@ -22,7 +22,7 @@ class PythonTool:
     """`tool("2 ** 10")` is "1024\\n": what the code prints, the value of an expression at its end, and how it failed.
 
     Every call is a new process and blocks until it has ended, for `limits.timeout` seconds at most. Raises ConfigError where no
-    sandbox works (docs/sandbox.md).
+    sandbox works (docs/isolation.md).
     """
 
     name: ClassVar[str] = "python"  # name of the tool for the policy (policygrad.ToolUse)

@@ -83,7 +83,7 @@ class UnknownFormat:
 
     def parse(self, text: str, opening: str = "", tools: Tools = ()) -> AssistantMessage:
         reason = (
-            f"the chat template of {self.model!r} has an unknown format for tool calls: name a format of docs/chat-formats.md as "
+            f"the chat template of {self.model!r} has an unknown format for tool calls: name a format of docs/models.md as "
             "response_template in its tokenizer_config.json, such as hermes, or give ToolUse(parser=…), a function from the text "
             "of a turn to policygrad.ToolCall objects, such as JsonToolCallParser() in policygrad.models.chat.tool_calls"
         )

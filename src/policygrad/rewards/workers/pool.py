@@ -197,7 +197,7 @@ class RewardPool(RewardScorer):
         num_workers: Worker processes; a reward with a `dedicated_worker` gets another one.
         timeout: Seconds per call, unless the reward has its own.
         memory: What a worker may use beyond what it has after loading, "4GiB", or "none"; a dedicated worker has no limit.
-        environment: Names of environment variables that workers get besides the default ones (docs/rewards-isolation.md).
+        environment: Names of environment variables that workers get besides the default ones (docs/isolation.md).
         sandbox: Sandbox around workers (process.SANDBOX_CHOICES), except dedicated ones.
         show_output: Send what functions print to standard error. Otherwise it is captured, and messages of failures end with its
             last lines.

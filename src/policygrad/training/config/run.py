@@ -93,7 +93,7 @@ class RunOptions:
     """Seconds for one reset, step or close of the environment, or of a program's own work in an episode, which otherwise fails.
     If the first four calls of a method all exceed it, the run stops, resumably."""
     environment_env: Annotated[tuple[str, ...], VARIABLE_NAMES, tyro.conf.arg(name="environment.env")] = ()
-    """Environment variables that an agent's program gets besides the default ones (docs/rewards-isolation.md), such as a key."""
+    """Environment variables that an agent's program gets besides the default ones (docs/isolation.md), such as a key."""
     step_end: Annotated[str | None, optional_arg("REGEX", "the task's own")] = None
     """End of a reasoning step, for an algorithm that needs only that (VinePPO): the end of every match; '\\n' = every line."""
     eval_data: Annotated[Any, optional_arg("FILE", "a sixteenth of the task, chosen by a hash of the prompt", str)] = (

@@ -1,4 +1,4 @@
-"""docs/traces.md: its commands run as they stand, only smaller; its spans, variables and metric names are those of the code."""
+"""docs/watching.md: its commands run as they stand, only smaller; its spans, variables and metric names are those of the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policygrad.trackers.glossary import load_glossary
 from policygrad.trackers.prometheus import FIXED, metric_name
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "traces.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
 SMALL = [
     "--steps",
     "2",

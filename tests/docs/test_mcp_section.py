@@ -1,4 +1,4 @@
-"""docs/mcp.md: every block and every command of it runs, at a small size, and does what the page says."""
+"""docs/environments.md, on MCP servers: every block and every command of it runs, at a small size, and does what the page says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.utils.user_code import load_object
 
-PAGE = (Path(__file__).parents[2] / "docs" / "mcp.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = TEXT.partition("## Tools of MCP servers")[2]
 BLOCKS: dict[str, str] = dict(re.findall(r"```(?:python|json) ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 FEWER = ["--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "16", "--evaluation.problems", "2"]

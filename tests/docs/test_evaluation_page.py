@@ -1,4 +1,4 @@
-"""docs/known-benchmarks.md: its example runs, its commands parse, and its JSON fields and files are those there are."""
+"""docs/evaluation.md: its example runs, its commands parse, and its JSON fields and files are those there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doubles.small_task import write_task
 from policygrad.commands.evaluate import parse_options
 from policygrad.tasks.benchmarks import load_benchmarks, parse_benchmarks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "known-benchmarks.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
 SMALL = (
     "--steps",

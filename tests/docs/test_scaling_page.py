@@ -1,4 +1,4 @@
-"""The table of docs/many-processes.md that a measurement fills."""
+"""The table of docs/scaling.md that a measurement fills."""
 
 from __future__ import annotations
 
