@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import shlex
 import sys
 import time
 import traceback
@@ -291,6 +292,7 @@ def lab(args: list[str]) -> int:
     """Run `policygrad lab` or `policygrad lab control`."""
     if args[:1] == ["control"]:
         return control(args[1:])
+    command = shlex.join(["policygrad", "lab", *args])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
     options = parse_arguments(LabOptions, args, "lab")
     from policygrad.lab.report import EXPERIMENTS, build_lab_report, select_experiments
@@ -333,7 +335,7 @@ def lab(args: list[str]) -> int:
     progress.clear()
     result = replace(result, parts=tuple(sentences))
     if options.output is not None:
-        write_text_file(options.output, build_lab_page(result, chosen), "--output")
+        write_text_file(options.output, build_lab_page(result, chosen, command), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print_json(result.to_dict())
@@ -382,11 +384,11 @@ class LabProgress:
             print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
 
 
-def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
+def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm], command: str = "policygrad lab") -> str:
     """Render the report as one HTML page."""
     from policygrad.lab.page import render_lab_page
 
-    return render_lab_page(report, algorithms, {name: _parts(a) for name, a in algorithms.items()})
+    return render_lab_page(report, algorithms, {name: _parts(a) for name, a in algorithms.items()}, command)
 
 
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:

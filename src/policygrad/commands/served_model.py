@@ -45,7 +45,7 @@ class ServedModel:
 
         Args:
             name: A run, a model's folder, a hub id, or an embedded model.
-            max_tokens: Of a completion whose request names no limit.
+            max_tokens: Of a completion at most; a request may ask for fewer.
             template_options: Variables of the chat template.
             record: A file to which completions are appended.
         """
@@ -105,7 +105,7 @@ class ServedModel:
         if self.tree.num_turns >= MAX_TURNS:
             self.tree = ConversationTree(self.encoder, "a request")
         turn = self.tree.open_turn(request)
-        limit = self.max_tokens if request.max_tokens is None else request.max_tokens
+        limit = self.max_tokens if request.max_tokens is None else min(request.max_tokens, self.max_tokens)
         length, room = len(turn.context_ids), self.encoder.context_length
         if room is not None and length + min(limit, 1) > room and not request.only_counts:
             raise ApiError(
