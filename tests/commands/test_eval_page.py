@@ -73,7 +73,7 @@ def test_the_filter_leaves_problems_of_a_kind(chromium: Browser, tmp_path: Path)
     errors = list[object]()
     for width in (1280, 400):
         page = chromium.new_page(viewport={"width": width, "height": 800})
-        page.on("pageerror", errors.append)
+        page.on("pageerror", lambda error: errors.append(error))
         page.goto((tmp_path / "eval.html").as_uri())
         assert page.locator("#count").inner_text() == "3 of 3 problems"
         page.select_option("#kind", "better")
