@@ -38,6 +38,12 @@ def _reference_tools(name: str) -> list[str]:
     return [name if is_http_url(name) else f"mcp:{name}"]
 
 
+def _reference_rows(name: str) -> list[str]:
+    from policygrad.environments.by_row import split_names
+
+    return [reference for part in split_names(name) for reference in code_references(part)]
+
+
 def _reference_taskset(name: str) -> list[str]:
     from policygrad.tasks.verifiers import taskset_module
 
@@ -50,6 +56,7 @@ FAMILIES = {
     "mcp": Family("policygrad.environments.mcp:use_mcp_tools", _reference_tools),
     "openenv": Family("policygrad.environments.openenv:OpenEnv", lambda name: [to_http_url(name)]),
     "program": Family("policygrad.environments.agent_program:AgentProgram", _reference_program),
+    "rows": Family("policygrad.environments.by_row:load_row_environments", _reference_rows),
     "textarena": Family("policygrad.environments.textarena:use_textarena", lambda name: []),
     "verifiers": Family("policygrad.environments.verifiers:Verifiers", _reference_taskset),
 }

@@ -112,8 +112,8 @@ class LLMJudge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | dict[str, Any] | Exception]:
-        """Return one score per completion, with the judge's reason if `feedback` is set, or the error in place of one that could not
-        be judged. Equal texts are one request."""
+        """Return one score per completion, with the judge's reason if `feedback` is set, or the error in place of one that could
+        not be judged. Equal texts are one request."""
         import httpx
 
         low, high = self.scale
