@@ -96,9 +96,10 @@ def generate_files() -> dict[Path, str]:
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
-        DOCS / "long-texts.md": fill_blocks(DOCS / "long-texts.md", lengths=lengths_block()),
+        DOCS / "memory.md": fill_blocks(
+            DOCS / "memory.md", memory=memory_block(), measured=measured_block(), lengths=lengths_block()
+        ),
         **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
-        DOCS / "optimizers.md": fill_blocks(DOCS / "optimizers.md", memory=memory_block(), measured=measured_block()),
         DOCS / "rewards.md": fill_blocks(DOCS / "rewards.md", judged=math_block()),
         DOCS / "evaluation.md": fill_blocks(DOCS / "evaluation.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),
