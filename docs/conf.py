@@ -24,7 +24,6 @@ NAV = {
         "trust",
         "environments",
         "agents",
-        "self-play",
         "images",
         "rlhf",
         "distillation",
@@ -39,13 +38,12 @@ NAV = {
         "primer",
         "algorithms/index",
         "lab",
-        "control",
         "where-sources-disagree",
         "measured",
         "benchmarks",
         "small-models",
     ),
-    "Reference": ("reference/index", "metrics", "models", "coding-agents"),
+    "Reference": ("reference/index", "metrics", "models"),
     "Contribute": ("architecture",),
 }
 """Groups of the sidebar. A page that no group names comes last, under `LAST`; a missing page is left out."""
