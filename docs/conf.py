@@ -62,7 +62,7 @@ html_css_files = ["site.css"]
 mathjax_path = "tex-svg.js"  # copied from the package sphinx-mathjax-offline by `_finished`: one file, without fonts
 mathjax3_config = {"svg": {"displayAlign": "left"}}
 html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = False
-html_domain_indices = html_show_search_summary = False  # a summary would be fetched, which a page on the disk may not
+html_domain_indices = False
 smartquotes = False  # -- is an option here, and no dash
 highlight_language = "none"  # a block without a language is a formula or a terminal
 suppress_warnings = ["misc.highlighting_failure"]  # JSON of several lines is none

@@ -65,6 +65,7 @@ def main() -> None:
     for line in wrong:
         print(f"leads nowhere, or out of the site: {line}", file=sys.stderr)
     print(folder / "index.html")
+    print(f"search shows excerpts where pages are served: python -m http.server -d {folder}", file=sys.stderr)
     sys.exit(code or bool(wrong))
 
 

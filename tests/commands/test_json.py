@@ -325,8 +325,8 @@ def test_a_text_that_is_no_unicode_is_still_json() -> None:
 
 
 def test_nothing_in_the_source_asks() -> None:
-    """No call of input(), and no getpass: programs and schedulers run every command."""
-    for path in SOURCE.rglob("*.py"):
+    """No call of input(), and no getpass: programs and schedulers run every command. `chat` asks in a terminal alone."""
+    for path in {*SOURCE.rglob("*.py")} - {SOURCE / "commands" / "chat.py"}:
         text = path.read_text(encoding="utf-8")
         if not re.search(r"\binput\s*\(|getpass", text):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ import torch
 import policygrad as pg
 from policygrad.commands.served_model import ServedModel
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
-from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.base import Generation, Request, SamplingParams
+from policygrad.samplers.local.sampler import ABANDONED_STEPS
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +140,39 @@ def test_options_that_no_request_could_use_are_refused(
         code, _, err = run_command("proxy", *argv)
         assert code == 2
         assert reason in err
+
+
+def test_a_completion_that_nobody_waits_for_ends_early_and_leaves_the_others_as_they_are() -> None:
+    model = ServedModel("tiny")
+    requests = [
+        Request(torch.tensor([1, 2, 3 + i]), (0, i), SamplingParams(max_tokens=60), 60, stop=frozenset())
+        for i in range(3)
+    ]
+    whole = asyncio.run(model.sampler.generate(requests))
+    assert [len(g.tokens) for g in whole] == [60] * 3
+    model.sampler.is_abandoned = lambda request: request is requests[1]
+    cut = asyncio.run(model.sampler.generate(requests))
+    assert [len(g.tokens) for g in cut] == [60, ABANDONED_STEPS, 60]
+    assert all(torch.equal(a.tokens, b.tokens[: len(a.tokens)]) for a, b in zip(cut, whole, strict=True))
+
+
+def test_the_sampler_is_told_whose_client_has_gone_away(model: ServedModel) -> None:
+    told = list[bool]()
+    gone, kept = (model.submit(COMPLETIONS.parse({"prompt": f"1 + {i}", "max_tokens": 3})) for i in (1, 2))
+
+    class Leaving(Noting):
+        is_abandoned: Callable[[Request], bool]
+
+        async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+            assert gone.cancel()  # as the proxy does when the connection ends
+            told.extend(map(self.is_abandoned, requests))
+            return await super().generate(requests)
+
+    sampler, model.sampler = model.sampler, Leaving(model.sampler)  # type: ignore[assignment]
+    try:
+        threading.Thread(target=model.run, daemon=True).start()
+        assert kept.result(60).choices[0].token_ids
+    finally:
+        model.sampler = sampler
+    assert told == [True, False]
+    assert gone.cancelled()

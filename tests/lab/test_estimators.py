@@ -209,7 +209,7 @@ def test_a_custom_part_is_measured(settings) -> None:
 
 def test_a_group_of_one_is_refused_by_group_statistics(settings) -> None:
     with pytest.raises(ValueError, match="one per prompt"):
-        compare_on_off_policy({"grpo": pg.GRPO}, *settings, 1)
+        list(compare_on_off_policy({"grpo": pg.GRPO}, *settings, 1))
     (on, _), *_ = compare_on_off_policy({"reinforce": pg.REINFORCE}, *settings, 1)
     assert on.figures.bias < 1e-12
 

@@ -58,8 +58,13 @@ def compare(
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_weights_are_those_of_whole_texts_in_one_process(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    divided, divide = list[int](), FsdpWorkDivision._divide_paths
-    monkeypatch.setattr(FsdpWorkDivision, "_divide_paths", lambda *args: divided.append(1) or divide(*args))
+    divided, divide = list[Any](), FsdpWorkDivision._divide_paths
+
+    def observe(division: FsdpWorkDivision, *args: Any) -> Any:
+        divided.append(division)
+        return divide(division, *args)
+
+    monkeypatch.setattr(FsdpWorkDivision, "_divide_paths", observe)
     with started(size) as ranks:
         compare(ranks, pg.PPO, bound=1e-6)  # values are in float32
         assert divided  # else this would compare whole texts

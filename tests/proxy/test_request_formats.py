@@ -112,7 +112,11 @@ def test_a_field_that_cannot_be_followed_otherwise_is_named() -> None:
         (CHAT, {"tool_choice": "required"}, ("tool_choice",)),
         (CHAT, {"tool_choice": "auto", "parallel_tool_calls": True, "store": True}, ()),
         (CHAT, {"tools": [{"type": "function", "function": tool}]}, ("tools.strict",)),
-        (RESPONSES, {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}, ("reasoning", "text.verbosity")),
+        (
+            RESPONSES,
+            {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}},
+            ("reasoning.effort", "text.verbosity"),
+        ),
         (
             RESPONSES,
             {"include": ["reasoning.encrypted_content", "file_search_call.results"]},
@@ -138,14 +142,10 @@ def test_malformed_tools_calls_and_contents_are_refused_with_their_reason() -> N
         return {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}, *USER]}
 
     cases: list[tuple[ApiFormat, dict[str, Any], str]] = [
-        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "code"}}]}, "the type 'custom'"),
-        (CHAT, {"tools": [{"type": "web_search"}]}, "the type 'web_search'"),
-        (
-            RESPONSES,
-            {"tools": [{"type": "namespace", "name": "a"}, {"type": "web_search"}]},
-            "'namespace', 'web_search'",
-        ),
-        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "the type 'bash_20250124'"),
+        (CHAT, {"tools": [{"type": "custom"}]}, "an object `custom`"),
+        (RESPONSES, {"tools": [{"type": "namespace", "tools": []}]}, "a namespace of tools has no name"),
+        (RESPONSES, {"tools": [{"type": "namespace", "name": "a", "tools": "f"}]}, "the tools of a must be a list"),
+        (RESPONSES, {"input": [*USER, {"type": "shell_call", "action": "ls"}]}, "has no object 'action'"),
         (CHAT, {"tools": [{"type": "function"}]}, "an object `function`"),
         (CHAT, {"tools": [{"type": "function", "function": "f"}]}, "an object `function`"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": "none"}}]}, "JSON schema"),

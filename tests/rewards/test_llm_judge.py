@@ -12,7 +12,7 @@ import pytest
 from doubles.judge_server import Answer, Asked, judging, shown
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import RewardScores
-from policygrad.rewards.llm_judge import LLMJudge, parse_score
+from policygrad.rewards.llm_judge import LLMJudge, parse_judgement
 from policygrad.rewards.resolve import find_code, resolve_reward
 from policygrad.rewards.workers.pool import RewardPool
 from policygrad.training.config.trust import CodePermissions, code_in_argv, missing_permissions
@@ -56,6 +56,24 @@ def test_scores_are_cached(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         second = score(name, ["a", "bbbb", "a"], [KEY], answer=["x", "y", "z"])  # other workers; one new question
         assert second.total == [0.1, 0.4, 0.1]
         assert len(asked.bodies) == 3
+
+
+def test_its_reason_is_feedback_where_that_is_wanted(rubric: Path) -> None:
+    """Also from what was stored, and by the scale; a judge that gives no reason gives no feedback."""
+
+    def tell(text: str, before: int) -> Answer:
+        return (
+            200,
+            json.dumps({"score": 3}) if text == "b" else json.dumps({"reason": f"{text} is long", "score": 2}),
+            {},
+        )
+
+    with judging(tell) as asked:
+        assert score(spec(rubric, asked), ["a", "b"]).feedback == []
+        for _ in range(2):
+            result = score(spec(rubric, asked, "feedback=yes"), ["a", "b"])
+            assert (result.total, result.feedback) == ([0.2, 0.3], ["a is long", ""])
+        assert len(asked.bodies) == 2
 
 
 @pytest.mark.parametrize("form", ["{}", "0.5*{} within 0..1 if format"])
@@ -147,7 +165,7 @@ def test_a_missing_column(rubric: Path) -> None:
 
 @pytest.mark.parametrize("text", [said(3), f" {said(3)}\n", f"```json\n{said(3)}\n```", f"```\n{said(3.0)}\n```"])
 def test_valid_responses(text: str) -> None:
-    assert parse_score(text, 0, 10) == 3
+    assert parse_judgement(text, 0, 10).score == 3
 
 
 @pytest.mark.parametrize(
@@ -166,7 +184,7 @@ def test_valid_responses(text: str) -> None:
 )
 def test_invalid_responses(text: str) -> None:
     with pytest.raises(RewardError, match="the judge's response is not"):
-        parse_score(text, 0, 10)
+        parse_judgement(text, 0, 10)
 
 
 @pytest.mark.parametrize(

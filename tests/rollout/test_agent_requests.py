@@ -139,7 +139,7 @@ def test_a_fault_of_ours_costs_its_request_and_is_named(tmp_path: Path, monkeypa
         raise KeyError("a fault")
 
     monkeypatch.setattr(ConversationTree, "add_reply", fail)
-    with pytest.raises(pg.EngineError, match=r"no episode of .* requested a completion"):
+    with pytest.raises(pg.EngineError, match=r"no request of .* was answered .*: the last one with status 500: "):
         play(tmp_path, "answer_alone")  # the program's own failure, since it needs its answer
     monkeypatch.undo()
     open_turn, calls = ConversationTree.open_turn, iter(range(9))

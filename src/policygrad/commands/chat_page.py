@@ -59,7 +59,11 @@ def reply(speakers: Sequence[Speaker], body: bytes) -> Response:
         choice = speakers[number].request(messages, temperature).choices[0]
     except (ApiError, PolicygradError) as error:
         return Response(json.dumps({"error": str(error)}), "application/json", HTTPStatus.BAD_REQUEST)
-    values = {"answer": choice.content or choice.text, "reasoning": choice.reasoning, "text": choice.text}
+    values: dict[str, Any] = {
+        "answer": choice.content or choice.text,
+        "reasoning": choice.reasoning,
+        "text": choice.text,
+    }
     values |= {"tokens": len(choice.token_ids), "finish_reason": choice.finish_reason}
     return Response(json.dumps(values), "application/json")
 

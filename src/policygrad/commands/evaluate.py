@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,8 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
+from policygrad.commands.eval_page import render_eval_page
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_at_least_1, drop_trust_flag, reject_cluster_flags, reject_empty_values
+from policygrad.commands.options import (
+    check_at_least_1,
+    drop_trust_flag,
+    reject_cluster_flags,
+    reject_empty_values,
+    write_text_file,
+)
 from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.statistics import LEVEL, paired_difference
 from policygrad.errors import ConfigError, RewardError
@@ -135,7 +143,7 @@ class EvalOptions:
     json: bool = False
     """Print one JSON object instead of a table."""
     output: Annotated[str | None, optional_arg("DIR", "none")] = None
-    """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
+    """A new folder: eval.html, a page with every answer; eval.json, the object of --json; samples.jsonl, a line per completion."""
 
     def __post_init__(self) -> None:
         if not (self.benchmark and self.problems == ALL_PROBLEMS):
@@ -241,6 +249,8 @@ def evaluate(args: list[str]) -> int:
     report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
         save_results(folder, report, outcomes)
+        page = render_eval_page(report, outcomes, shlex.join(["policygrad", "eval", *args]))
+        write_text_file(folder / PAGE_FILE, page, "--output")
     print_table(report, outcomes, options.show, as_json=options.json, full=options.full)
     return 0
 
@@ -510,7 +520,7 @@ class ProgressLines:
             print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
 
 
-SAMPLES_FILE, REPORT_FILE = "samples.jsonl", "eval.json"
+SAMPLES_FILE, REPORT_FILE, PAGE_FILE = "samples.jsonl", "eval.json", "eval.html"
 _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Outcomes = Mapping[str, EvaluationResult]  # results by model, in the order of the command, on the same problems
 

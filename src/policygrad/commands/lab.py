@@ -6,7 +6,9 @@ import ast
 import inspect
 import json
 import re
+import shlex
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -33,6 +35,7 @@ from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.lab.control.train import find_preset, with_gamma
+from policygrad.trackers.console import to_one_line
 from policygrad.training.config.option_checks import check_seed
 from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.run_name import name_run
@@ -40,7 +43,7 @@ from policygrad.training.config.serialization import check_part_field, load_algo
 
 if TYPE_CHECKING:
     from policygrad.lab.control.train import Update
-    from policygrad.lab.measurement import Measurement
+    from policygrad.lab.measurement import MeasuredClaim, Measurement
     from policygrad.lab.report import LabReport
 
 
@@ -172,6 +175,8 @@ def try_part(algorithm: Algorithm, spec: str, size: int) -> None:
         ) from error
 
 
+FEW_RESULTS = 12  # which are there so soon that, outside of a terminal, nothing is said of each
+PROGRESS_SECONDS = 10.0  # between lines of progress where standard error is no terminal
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
 CELL = 9
 LEGEND = (
@@ -202,7 +207,9 @@ class LabOptions:
     """G, completions per group."""
     kl: float = 0.05
     """Off-policy distance between sampling and learning policy, in nats per completion."""
-    experiment: Annotated[tuple[str, ...], optional_arg("NAME", "all, or none with a part; none = only the table")] = ()
+    experiment: Annotated[
+        tuple[str, ...], optional_arg("NAME", "all, or none with --part or --algorithm; none = only the table")
+    ] = ()
     """Experiments to run."""
     list_experiments: bool = False
     """List the experiments and exit."""
@@ -285,9 +292,10 @@ def lab(args: list[str]) -> int:
     """Run `policygrad lab` or `policygrad lab control`."""
     if args[:1] == ["control"]:
         return control(args[1:])
+    command = shlex.join(["policygrad", "lab", *args])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
     options = parse_arguments(LabOptions, args, "lab")
-    from policygrad.lab.report import EXPERIMENTS, build_lab_report
+    from policygrad.lab.report import EXPERIMENTS, build_lab_report, select_experiments
 
     width = get_terminal_width()
     if options.list_experiments:
@@ -301,15 +309,14 @@ def lab(args: list[str]) -> int:
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
-    alone = bool(options.part) and not options.all
-    if options.algorithm or alone:
+    alone = bool(options.part or options.algorithm) and not options.all
+    omitted = list[str]()
+    if alone:
         chosen = select_algorithms(options.algorithm)
     else:  # all that can be measured
         from policygrad.lab.setting import supported_algorithms, unsupported_reason
 
-        for row in ALGORITHMS.values():
-            if why := unsupported_reason(row, options.group_size):
-                print(f"{row.name} is omitted: {why}", file=sys.stderr)
+        omitted += [row.name for row in ALGORITHMS.values() if unsupported_reason(row, options.group_size)]
         chosen = supported_algorithms(ALGORITHMS, options.group_size)
     trials, sentences = dict[str, Algorithm](), list[str]()
     for spec in options.part:
@@ -323,24 +330,65 @@ def lab(args: list[str]) -> int:
         base = next((name for name, row in chosen.items() if row == algorithm), base)
         chosen = {**chosen, base: algorithm, **trials}
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
-    result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
+    progress = LabProgress(len(chosen) + len(select_experiments(names)))
+    result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names, progress.show)
+    progress.clear()
     result = replace(result, parts=tuple(sentences))
     if options.output is not None:
-        write_text_file(options.output, build_lab_page(result, chosen), "--output")
+        write_text_file(options.output, build_lab_page(result, chosen, command), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print_json(result.to_dict())
     elif options.output is None:
         pairs = [((base, chosen[base]), trial) for trial in trials.items()]
-        print_lines(format_lab_report(result, width, pairs, brief=alone))
+        print_lines(format_lab_report(result, width, pairs, brief=bool(options.part) and not options.all))
+    if omitted:
+        names_of = ", ".join(omitted)
+        print(
+            f"omitted, as the lab's worlds lack what they need: {names_of}. policygrad lab --algorithm {omitted[0]} says why.",
+            file=sys.stderr,
+        )
     return 0
 
 
-def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
+@dataclass
+class LabProgress:
+    """Shows on standard error what has just been measured: in a terminal as one line, elsewhere every ten seconds."""
+
+    total: int
+    count: int = 0
+    next_time: float = 0.0
+    width: int = 0
+
+    def show(self, result: Measurement | MeasuredClaim) -> None:
+        """Show one algorithm's figures, or a claim."""
+        from policygrad.lab.measurement import Measurement
+
+        self.count += 1
+        if isinstance(result, Measurement):
+            bias, variance = _cells(result)[1], _cells(result)[3]
+            text = f"{result.name}: bias {bias}, variance {variance}"
+        else:
+            text = result.claim
+        line = to_one_line(f"{self.count}/{self.total} {text}")[: get_terminal_width() - 1]
+        if sys.stderr.isatty():
+            print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+            self.width = len(line)
+        elif self.total > FEW_RESULTS and time.monotonic() >= self.next_time:
+            self.next_time = time.monotonic() + PROGRESS_SECONDS
+            print(line, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave an empty line in a terminal."""
+        if self.width:
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm], command: str = "policygrad lab") -> str:
     """Render the report as one HTML page."""
     from policygrad.lab.page import render_lab_page
 
-    return render_lab_page(report, algorithms, {name: _parts(a) for name, a in algorithms.items()})
+    return render_lab_page(report, algorithms, {name: _parts(a) for name, a in algorithms.items()}, command)
 
 
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:

@@ -40,7 +40,7 @@ class ProxyOptions:
     port: int = 0
     """Port; 0 = any that is free."""
     max_tokens: int = MAX_TOKENS
-    """Tokens of a completion whose request names no limit."""
+    """Tokens of a completion at most; a request may ask for fewer."""
     record: Annotated[Path | None, optional_arg("FILE", "nothing is written")] = None
     """Append every completion as a line of JSON: prompt_ids, token_ids, logp, text."""
     template_options: Annotated[

@@ -45,7 +45,7 @@ class ServedModel:
 
         Args:
             name: A run, a model's folder, a hub id, or an embedded model.
-            max_tokens: Of a completion whose request names no limit.
+            max_tokens: Of a completion at most; a request may ask for fewer.
             template_options: Variables of the chat template.
             record: A file to which completions are appended.
         """
@@ -86,12 +86,12 @@ class ServedModel:
                     waiting.append(self.queue.get_nowait())
             opened: list[tuple[OpenTurn, list[Request], Future[ChatReply]]] = []
             for request, future in waiting:
-                if not future.set_running_or_notify_cancel():  # its client has gone away
+                if future.cancelled():  # its client has gone away
                     continue
                 try:
                     opened.append((*self._open(request), future))
                 except Exception as error:  # the server answers with it, and goes on
-                    future.set_exception(error)
+                    _finish(future, error)
             self._answer(opened)
 
     def _open(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
@@ -105,7 +105,7 @@ class ServedModel:
         if self.tree.num_turns >= MAX_TURNS:
             self.tree = ConversationTree(self.encoder, "a request")
         turn = self.tree.open_turn(request)
-        limit = self.max_tokens if request.max_tokens is None else request.max_tokens
+        limit = self.max_tokens if request.max_tokens is None else min(request.max_tokens, self.max_tokens)
         length, room = len(turn.context_ids), self.encoder.context_length
         if room is not None and length + min(limit, 1) > room and not request.only_counts:
             raise ApiError(
@@ -127,6 +127,8 @@ class ServedModel:
     def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
         """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
         requests = [request for _, requests, _ in opened for request in requests]
+        futures = {id(request): future for _, own, future in opened for request in own}
+        self.sampler.is_abandoned = lambda request: id(request) in futures and futures[id(request)].cancelled()
         try:
             generations = iter(asyncio.run(self.sampler.generate(requests)) if requests else [])
         except Exception as error:
@@ -134,13 +136,15 @@ class ServedModel:
                 if len(opened) > 1:
                     self._answer([item])
                 else:
-                    item[2].set_exception(error)
+                    _finish(item[2], error)
             return
         for turn, own, future in opened:
+            sampled = [next(generations) for _ in own]
             try:
-                future.set_result(self._reply(turn, own, [next(generations) for _ in own]))
+                result: ChatReply | Exception = self._reply(turn, own, sampled)
             except Exception as error:
-                future.set_exception(error)
+                result = error
+            _finish(future, result)
 
     def _reply(self, turn: OpenTurn, requests: Sequence[Request], generations: Sequence[Generation]) -> ChatReply:
         from policygrad.proxy.formats import ChatChoice, ChatReply
@@ -216,3 +220,13 @@ class ServedModel:
                     if num_alternatives:
                         listed.setdefault(self.encoder.hf.decode([token]), value)
                     yield value, listed
+
+
+def _finish(future: Future[ChatReply], result: ChatReply | Exception) -> None:
+    """Answer a request, unless its client has gone away."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -81,6 +81,11 @@ async def run_agent_episodes(
         if isinstance(sampler, CachesTexts):
             sampler.clear_texts()
     if episodes and not any(episode.tree.num_turns for episode in episodes):
+        if refusals := [episode.last_refusal for episode in episodes if episode.last_refusal]:
+            raise EngineError(
+                f"no request of {program.name} was answered with a completion in any episode: {refusals[-1]}. Try it by hand with "
+                "`policygrad proxy`, which shows each refusal"
+            )
         raise EngineError(
             f"no episode of {program.name} requested a completion: {episodes[0].failure or 'it ended by itself'}. Try it by hand "
             "with `policygrad proxy`, and let it send its requests to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
@@ -231,7 +236,7 @@ class _Episode:
         self.tree = ConversationTree(rollout.encoder, spec.location)
         self.program: RunningProgram | None = None
         self.is_over = self.is_judging = self.truncated = False
-        self.failure = self.stop_reason = self.answer = ""
+        self.failure = self.stop_reason = self.answer = self.last_refusal = ""
         self.num_calls = self.num_pending = 0
         self.tokens_left = spec.max_tokens
         self.reward: float | None = None
@@ -326,6 +331,7 @@ class _Episode:
         if error.status == 403:
             return
         self.count("request_failed" if error.status >= 500 else "refused")
+        self.last_refusal = f"the last one with status {error.status}: {error}"
         self._note(f"status {error.status}", f"was answered with status {error.status}: {error}")
 
     def _note(self, kind: str, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
 import torch
@@ -106,17 +106,15 @@ def measure_algorithm(
 
 def compare_on_off_policy(
     algorithms: Mapping[str, Algorithm], on: LabSetting, off: LabSetting, size: int, seed: int = 0
-) -> list[tuple[Measurement, Measurement]]:
+) -> Iterator[tuple[Measurement, Measurement]]:
     """Measure each algorithm on- and off-policy, on the same steps of G completions; both settings have the same π_old."""
     steps = make_steps(on, size, seed)
-    rows = []
     for name, algorithm in algorithms.items():
         check_sampling(algorithm, size, 1.0)
         # of the off-policy setting, which has logp_old for every part
         decisions = compute_decisions(on.prepare(algorithm), off, steps)
         measured_on, measured_off = (measure_algorithm(algorithm, x, steps, decisions, name) for x in (on, off))
-        rows.append((measured_on, measured_off))
-    return rows
+        yield measured_on, measured_off
 
 
 def _jackknife_errors(estimates: Estimates, truth: Tensor) -> Figures:

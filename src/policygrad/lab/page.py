@@ -59,13 +59,17 @@ FIGURES = {
 
 
 def render_lab_page(
-    report: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
+    report: LabReport,
+    algorithms: Mapping[str, Algorithm],
+    matrix: Mapping[str, Mapping[str, Sequence[str]]],
+    command: str = "policygrad lab",
 ) -> str:
     """Render the page.
 
     Args:
         algorithms: The measured algorithms, by their names in the report.
         matrix: The description of each algorithm's parts, by column.
+        command: What made the report.
     """
     library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
     custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
@@ -95,6 +99,7 @@ def render_lab_page(
         {"algorithms": rows, "families": FAMILIES, "plots": plots},
         scripts=(web / "page.js",),
         found=report,
+        command=command,
         figures=FIGURES,
         columns=columns,
         matrix=matrix,

@@ -82,8 +82,12 @@ def build_lab_report(
     kl: float = OFF_POLICY_KL,
     seed: int = 0,
     names: Sequence[str] | None = None,
+    on_result: Callable[[Measurement | MeasuredClaim], None] = lambda result: None,
 ) -> LabReport:
     """Measure the algorithms and run the experiments (`names`; None = all, () = none).
+
+    Args:
+        on_result: Called with each algorithm's on-policy measurement and each claim, as soon as it is there.
 
     Raises:
         ConfigError: A group size that an algorithm or the lab refuses, a negative KL, or an unknown experiment.
@@ -91,15 +95,20 @@ def build_lab_report(
     experiments = select_experiments(names)  # an unknown name fails before the work
     with single_threaded():
         on, off = make_table_settings(kl, seed)
-        rows = tuple(compare_on_off_policy(algorithms, on, off, group_size, seed))
-        findings = tuple(experiment(seed) for experiment in experiments)
+        rows, findings = list[tuple[Measurement, Measurement]](), list[MeasuredClaim]()
+        for row in compare_on_off_policy(algorithms, on, off, group_size, seed):
+            rows.append(row)
+            on_result(row[0])
+        for experiment in experiments:
+            findings.append(experiment(seed))
+            on_result(findings[-1])
     tree = on.world.tree
     p = ", ".join(f"{x:.2f}" for x in on.world.success(on.theta).tolist())
     world = (
         f"{on.world.prompts} prompts solved with probability {p}; {tree.size} completions each (vocabulary {tree.vocabulary}, up "
         f"to {tree.length} tokens); a critic that errs by {on.critic_error:g}"
     )
-    return LabReport(rows, findings, group_size, kl, seed, world)
+    return LabReport(tuple(rows), tuple(findings), group_size, kl, seed, world)
 
 
 @contextmanager

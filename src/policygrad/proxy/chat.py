@@ -12,7 +12,6 @@ from policygrad.proxy.reading import (
     MAX_CHOICES,
     check_conversation,
     count_tokens,
-    list_strict_fields,
     make_call,
     openai_error,
     quote,
@@ -23,11 +22,10 @@ from policygrad.proxy.reading import (
     read_sampling,
     read_stop,
     read_text,
-    read_tools,
-    refuse_tools,
     render_choices,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event, Message
+from policygrad.proxy.tools import CUSTOM, FUNCTION, get_input, read_offered_in_chat
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -45,39 +43,39 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
             "content": read_text(given.get("content"), where),
         }
         if role == "assistant" and given.get("tool_calls"):
-            message["tool_calls"] = [
-                make_call(function.get("name"), function.get("arguments"), where)
-                for function in _read_functions(given["tool_calls"], f"the tool_calls of {where}")
-            ]
+            message["tool_calls"] = _read_calls(given["tool_calls"], where)
         messages.append(message)
-    functions = _read_functions(body.get("tools"), "tools")
+    offered = read_offered_in_chat(read_objects(body.get("tools"), "tools"))
     options = read_field(body, "stream_options", dict, {})
     has_logprobs = read_field(body, "logprobs", bool, False)
     return ChatRequest(
         check_conversation(messages),
-        tools=read_tools(functions),
+        tools=offered.schemas,
+        tool_forms=offered.forms,
         stop=read_stop(body.get("stop")),
         num_choices=read_count(body, "n", 1, 1, MAX_CHOICES),
         has_logprobs=has_logprobs,
         num_alternatives=read_alternatives(body, "" if has_logprobs else "logprobs=true"),
         has_usage_event=bool(options.get("include_usage")),
-        parses_calls=bool(functions) and body.get("tool_choice") != "none",
-        other_fields=(*other, *list_strict_fields(functions)),
+        parses_calls=bool(offered.schemas) and body.get("tool_choice") != "none",
+        other_fields=(*other, *offered.left_out),
         **read_sampling(body, "max_completion_tokens", "max_tokens"),
     )
 
 
-def _read_functions(values: Any, name: str) -> list[dict[str, Any]]:
-    """Return the functions of tools or of calls."""
-    functions, given = list[dict[str, Any]](), read_objects(values, name)
-    if kinds := [kind for value in given if (kind := value.get("type", "function")) != "function"]:
-        raise refuse_tools(kinds)
-    for value in given:
-        function = value.get("function")
-        if not isinstance(function, dict):
-            raise ApiError(f"{name} must have an object `function` each, not {quote(value)}")
-        functions.append(function)
-    return functions
+def _read_calls(values: Any, where: str) -> list[dict[str, Any]]:
+    """Return an assistant's calls as chat templates read them."""
+    calls = list[dict[str, Any]]()
+    for value in read_objects(values, f"the tool_calls of {where}"):
+        kind = value.get("type", FUNCTION)
+        inner = value.get(kind) if kind in (FUNCTION, CUSTOM) else None
+        if not isinstance(inner, dict):
+            raise ApiError(
+                f"the tool_calls of {where} must have an object `function` or `custom` each, not {quote(value)}"
+            )
+        arguments = inner.get("arguments") if kind == FUNCTION else {"input": str(inner.get("input") or "")}
+        calls.append(make_call(inner.get("name"), arguments, where))
+    return calls
 
 
 def dump_arguments(call: ToolCall) -> str:
@@ -85,11 +83,16 @@ def dump_arguments(call: ToolCall) -> str:
     return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
-def _render_calls(choice: ChatChoice) -> list[dict[str, Any]]:
-    return [
-        {"id": number, "type": "function", "function": {"name": call.name, "arguments": dump_arguments(call)}}
-        for call, number in zip(choice.calls, choice.call_ids, strict=True)
-    ]
+def _render_calls(request: ChatRequest, choice: ChatChoice) -> list[dict[str, Any]]:
+    calls = list[dict[str, Any]]()
+    for call, number in zip(choice.calls, choice.call_ids, strict=True):
+        form = request.tool_forms.get(call.name)
+        inner = {"name": call.name, "arguments": dump_arguments(call)}
+        if form is not None and form.kind == CUSTOM:
+            calls.append({"id": number, "type": CUSTOM, CUSTOM: {"name": call.name, "input": get_input(call)}})
+        else:
+            calls.append({"id": number, "type": FUNCTION, FUNCTION: inner})
+    return calls
 
 
 def render_logprobs(choice: ChatChoice) -> list[dict[str, Any]]:
@@ -113,7 +116,7 @@ def render_chat(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         if choice.calls:
-            message["tool_calls"] = _render_calls(choice)
+            message["tool_calls"] = _render_calls(request, choice)
         choices.append(
             {
                 "index": index,
@@ -145,7 +148,7 @@ def stream_chat(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
         yield name, {**opening, **ids}
         texts = {"reasoning_content": choice.reasoning, "content": choice.content}
         deltas: list[dict[str, Any]] = [{name: text} for name, text in texts.items() if text]
-        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_render_calls(choice))]
+        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(_render_calls(request, choice))]
         unsent: dict[str, Any] = {}
         if request.has_logprobs:
             unsent = {"logprobs": {"content": render_logprobs(choice), "refusal": None}}

@@ -45,7 +45,7 @@ _SAMPLING = _all(READ, "model", "temperature", "top_p", "top_k", "seed", "stream
 _LABELS = _all(
     UNUSED,
     *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("request_id", "priority", "cache_salt"),
+    *("request_id", "priority", "cache_salt", "client_metadata"),
 )
 _OTHER_DISTRIBUTION = {
     "frequency_penalty": _refused(0),
@@ -117,7 +117,8 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     "top_logprobs": READ,
     **_TOOL_CHOICE,
     **_all(UNUSED, "stream_options", "max_tool_calls"),
-    "reasoning": _counted({}),
+    "reasoning.effort": _counted("none"),
+    **_all(UNUSED, "reasoning.summary", "reasoning.generate_summary"),
     "text.verbosity": _counted("medium"),
     "text.format": _refused({"type": "text"}),
     "truncation": _counted("disabled"),

@@ -10,17 +10,15 @@ from typing import Any
 from policygrad.proxy.fields import MESSAGE_FIELDS, check_fields
 from policygrad.proxy.reading import (
     check_conversation,
-    list_strict_fields,
     make_call,
     read_field,
     read_objects,
     read_sampling,
     read_stop,
     read_text,
-    read_tools,
-    refuse_tools,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatChoice, ChatReply, ChatRequest, Event, Message
+from policygrad.proxy.tools import read_offered_by_schema
 
 _SPECIAL = ("tool_use", "tool_result")
 
@@ -46,16 +44,14 @@ def parse_messages(body: Mapping[str, Any]) -> ChatRequest:
         messages += [{"role": "tool", "content": read_text(block.get("content"), where)} for block in special]
         if text or not special:
             messages.append({"role": role, "content": text})
-    given_tools = read_objects(body.get("tools"), "tools")
-    if kinds := [tool.get("type") for tool in given_tools if "input_schema" not in tool]:
-        raise refuse_tools(kinds)
+    offered = read_offered_by_schema(read_objects(body.get("tools"), "tools"))
     choice = read_field(body, "tool_choice", dict, {}).get("type")
     return ChatRequest(
         check_conversation(messages),
-        tools=read_tools([{**tool, "parameters": tool["input_schema"]} for tool in given_tools]),
+        tools=offered.schemas,
         stop=read_stop(body.get("stop_sequences")),
-        parses_calls=bool(given_tools) and choice != "none",
-        other_fields=(*other, *list_strict_fields(given_tools)),
+        parses_calls=bool(offered.schemas) and choice != "none",
+        other_fields=(*other, *offered.left_out),
         **read_sampling(body, "max_tokens"),
     )
 

@@ -146,19 +146,6 @@ def read_tools(given: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]
     return tuple(tools)
 
 
-def list_strict_fields(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the name of the field `strict` if a tool has it: it cannot be followed."""
-    return ("tools.strict",) if any(tool.get("strict") for tool in tools) else ()
-
-
-def refuse_tools(kinds: Sequence[Any]) -> ApiError:
-    """Return the error for tools of these types, which the service would run, or which are called by free text."""
-    named = ", ".join(dict.fromkeys(map(repr, kinds)))
-    return ApiError(
-        f"tools have the type {named}: only functions of the program, with a JSON schema, are offered here. Leave them out"
-    )
-
-
 def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages that end with something to answer."""
     if not messages:

@@ -30,6 +30,16 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True)
+class ToolForm:
+    """How the calls of a tool are returned that is no plain function."""
+
+    kind: str
+    """function (of a namespace), custom, or a type that the API defines: local_shell, shell, apply_patch."""
+    name: str
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
 class ChatRequest:
     """A request for completions, whatever format it came in."""
 
@@ -40,6 +50,8 @@ class ChatRequest:
     """Further prompts, each answered by itself; the server sends handlers one request for each."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas in the form of chat templates: {"type": "function", "function": {...}}."""
+    tool_forms: Mapping[str, ToolForm] = field(default_factory=dict)
+    """Of tools that are no plain function, by the name that the template has."""
     max_tokens: int | None = None
     """None = as many as there is room for; 0 = none, with `has_echo`."""
     temperature: float | None = None

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from policygrad.proxy.chat import dump_arguments, render_logprobs
+from policygrad.proxy.chat import render_logprobs
 from policygrad.proxy.fields import RESPONSE_FIELDS, check_fields
 from policygrad.proxy.reading import (
     check_conversation,
     count_tokens,
-    list_strict_fields,
-    make_call,
     openai_error,
     quote,
     read_alternatives,
@@ -20,10 +18,9 @@ from policygrad.proxy.reading import (
     read_objects,
     read_sampling,
     read_text,
-    read_tools,
-    refuse_tools,
 )
 from policygrad.proxy.requests import ApiError, ApiFormat, ChatReply, ChatRequest, Event, Message
+from policygrad.proxy.tools import read_call_item, read_offered, read_output_item, render_call_item
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
@@ -47,29 +44,27 @@ def parse_response(body: Mapping[str, Any]) -> ChatRequest:
             if role not in ("system", "user", "assistant"):
                 raise ApiError(f"{where} has the role {role!r}: use system, developer, user or assistant")
             messages.append({"role": role, "content": read_text(item.get("content"), where)})
-        elif kind == "function_call":
-            call = make_call(item.get("name"), item.get("arguments"), where)
+        elif (call := read_call_item(item, where)) is not None:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "content": read_text(item.get("output"), where)})
+        elif (output := read_output_item(item, where)) is not None:
+            messages.append(output)
         elif kind == "item_reference":
             raise ApiError(f"{where}, {quote(item.get('id'))}: {UNKNOWN_ITEM}")
         elif kind != "reasoning":
-            raise ApiError(f"{where} has the type {kind!r}: this endpoint reads messages and function calls")
-    given = read_objects(body.get("tools"), "tools")
-    if kinds := [tool.get("type") for tool in given if tool.get("type") != "function"]:
-        raise refuse_tools(kinds)
+            raise ApiError(f"{where} has the type {kind!r}: this endpoint reads messages and calls of tools")
+    offered = read_offered(read_objects(body.get("tools"), "tools"))
     include = read_field(body, "include", list, [])
     other += [f"include {quote(name)}" for name in include if name not in _INCLUDABLE]
     return ChatRequest(
         check_conversation(messages),
-        tools=read_tools(given),
+        tools=offered.schemas,
+        tool_forms=offered.forms,
         has_logprobs=_LOGPROBS in include,
         num_alternatives=read_alternatives(body, "" if _LOGPROBS in include else f"include=[{_LOGPROBS!r}]"),
-        parses_calls=bool(given) and body.get("tool_choice") != "none",
-        other_fields=(*other, *list_strict_fields(given)),
+        parses_calls=bool(offered.schemas) and body.get("tool_choice") != "none",
+        other_fields=(*other, *offered.left_out),
         **read_sampling(body, "max_output_tokens"),
     )
 
@@ -82,7 +77,7 @@ def list_items(given: Any) -> list[dict[str, Any]]:
 
 
 def _response_items(request: ChatRequest, reply: ChatReply) -> list[dict[str, Any]]:
-    """Return the output items of a response: reasoning, a message, and function calls."""
+    """Return the output items of a response: reasoning, a message, and calls of tools."""
     choice, items = reply.choices[0], list[dict[str, Any]]()
     status = "incomplete" if choice.finish_reason == "length" else "completed"
     if choice.reasoning:
@@ -103,16 +98,7 @@ def _response_items(request: ChatRequest, reply: ChatReply) -> list[dict[str, An
             }
         )
     for call, number in zip(choice.calls, choice.call_ids, strict=True):
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{number}",
-                "call_id": number,
-                "name": call.name,
-                "arguments": dump_arguments(call),
-                "status": status,
-            }
-        )
+        items.append(render_call_item(call, number, status, request.tool_forms.get(call.name)))
     return items
 
 
@@ -178,6 +164,12 @@ def stream_response(request: ChatRequest, reply: ChatReply) -> Iterator[Event]:
             yield event("response.output_item.added", output_index=index, item={**item, "content": []})
             yield event("response.reasoning_text.delta", **at, content_index=0, delta=text)
             yield event("response.reasoning_text.done", **at, content_index=0, text=text)
+        elif item["type"] == "custom_tool_call":
+            yield event("response.output_item.added", output_index=index, item={**item, "input": ""})
+            yield event("response.custom_tool_call_input.delta", **at, delta=item["input"])
+            yield event("response.custom_tool_call_input.done", **at, input=item["input"])
+        elif item["type"] != "function_call":
+            yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
         else:
             opened = {**item, "status": "in_progress", "arguments": ""}
             yield event("response.output_item.added", output_index=index, item=opened)

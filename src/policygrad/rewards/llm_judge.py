@@ -59,6 +59,8 @@ class LLMJudge:
     max_concurrency: int = 8
     """Concurrent requests."""
     temperature: float | None = 0.0
+    feedback: bool = False
+    """The judge's reason is the reward's feedback, which `sdpo` shows to its teacher and completions.jsonl keeps."""
     cache: str = ""
     """Folder for scores; "" = ~/.cache/policygrad/judge."""
     session: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
@@ -109,8 +111,9 @@ class LLMJudge:
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | Exception]:
-        """Return one score per completion, or the error in place of one that could not be judged. Equal texts are one request."""
+    ) -> list[float | dict[str, Any] | Exception]:
+        """Return one score per completion, with the judge's reason if `feedback` is set, or the error in place of one that could not
+        be judged. Equal texts are one request."""
         import httpx
 
         low, high = self.scale
@@ -138,16 +141,17 @@ class LLMJudge:
         secret = os.environ.get(self.key, "")
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
 
-        async def judge(key: str, body: dict[str, Any]) -> float | RewardError:
+        async def judge(key: str, body: dict[str, Any]) -> float | dict[str, Any] | RewardError:
             try:
-                score = cache.get(key)
-                if score is None:
+                judgement = cache.get(key)
+                if judgement is None:
                     async with slots:
-                        score = parse_score(await self._complete(client, body, cache), low, high)
-                    cache.put(key, score)
+                        judgement = parse_judgement(await self._complete(client, body, cache), low, high)
+                    cache.put(key, judgement)
             except RewardError as error:
                 return error
-            return (score - low) / (high - low)
+            score = (judgement.score - low) / (high - low)
+            return {"score": score, "feedback": judgement.reason} if self.feedback else score
 
         async with httpx.AsyncClient(timeout=self.timeout, headers=headers) as client:
             scores = await asyncio.gather(*(judge(key, body) for key, body in bodies.items()))
@@ -208,8 +212,16 @@ _AUTH_STATUS = (401, 403)
 _MAX_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 
 
-def parse_score(text: str, low: float, high: float) -> float:
-    """Parse a response: one JSON object, perhaps in a code fence, with one score on the scale.
+@dataclass(frozen=True)
+class Judgement:
+    """What a judge said of one completion."""
+
+    score: float
+    reason: str = ""
+
+
+def parse_judgement(text: str, low: float, high: float) -> Judgement:
+    """Parse a response: one JSON object, perhaps in a code fence, with one score on the scale, and a reason if it has one.
 
     Raises:
         RewardError: Anything else.
@@ -223,7 +235,9 @@ def parse_score(text: str, low: float, high: float) -> float:
     score = response.get("score") if isinstance(response, dict) else None
     if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
         raise RewardError(f'the judge\'s response is not {{"score": {low:g} to {high:g}}}: {quote(text)}')
-    return float(score)
+    assert isinstance(response, dict)
+    reason = response.get("reason")
+    return Judgement(float(score), reason if isinstance(reason, str) else "")
 
 
 # Scores and request counts, in one file that all workers share: sqlite serialises their access.
@@ -231,27 +245,27 @@ def parse_score(text: str, low: float, high: float) -> float:
 CACHE_FILE = "scores.sqlite"
 _LOCK_TIMEOUT = 60.0  # seconds
 _TABLES = """
-create table if not exists scores (key text primary key, score real not null);
+create table if not exists judgements (key text primary key, score real not null, reason text not null);
 create table if not exists spent (session text primary key, calls integer not null);
 """
 
 
 @dataclass(frozen=True)
 class JudgeCache:
-    """Scores by a hash of the request, without its texts. Each change is on disk when its method returns."""
+    """Judgements by a hash of the request, without its texts. Each change is on disk when its method returns."""
 
     folder: Path
     session: str
     max_calls: int  # requests that the session may send
 
-    def get(self, key: str) -> float | None:
+    def get(self, key: str) -> Judgement | None:
         with self._open() as file:
-            row = file.execute("select score from scores where key = ?", (key,)).fetchone()
-        return None if row is None else float(row[0])
+            row = file.execute("select score, reason from judgements where key = ?", (key,)).fetchone()
+        return None if row is None else Judgement(float(row[0]), str(row[1]))
 
-    def put(self, key: str, score: float) -> None:
+    def put(self, key: str, judgement: Judgement) -> None:
         with self._open() as file:
-            file.execute("insert or replace into scores values (?, ?)", (key, score))
+            file.execute("insert or replace into judgements values (?, ?, ?)", (key, judgement.score, judgement.reason))
 
     def reserve_call(self) -> None:
         """Count one request. Raises RewardError where the session has sent `max_calls`."""

@@ -148,6 +148,9 @@ def test_the_switches_change_scatter_sentence_and_table(page: Page) -> None:
         d = page.locator("#scatter .point").first.get_attribute("d")
         return page.locator("#scatter-finding").inner_text(), cell, d
 
+    assert page.get_by_role("button", name="length absorbed").get_attribute("aria-pressed") == "true"
+    assert "length absorbed" in state()[0]
+    page.get_by_role("button", name="as it is").click()
     first = state()
     assert first[0].startswith("On-policy reinforce, rloo, remax, astar_po and topr are unbiased")
     page.get_by_role("button", name="off-policy").click()
@@ -199,6 +202,7 @@ def test_sampled_results_are_marked(chromium: Browser, tmp_path: Path) -> None:
     page = chromium.new_page()
     page.goto(place.as_uri())
     page.wait_for_selector("#scatter .point")
+    page.get_by_role("button", name="as it is").click()
     assert re.search(r"the least bias is rloo's, [\d.]+ ± 0\.0\d+;", page.locator("#scatter-finding").inner_text())
     assert re.fullmatch(
         r"0\.\d{3}", page.locator("#figures tbody tr", has_text="rloo").locator("td").nth(1).inner_text()

@@ -2,7 +2,7 @@
 
 // ---- the estimators
 
-const VIEW = { side: 0, scaled: 0 };
+const VIEW = { side: 0, scaled: 1 }; // a learning rate absorbs the length of a gradient, so its direction is compared first
 
 // (bias, variance); with the length absorbed: of g/scale, so that the bias is that of the direction
 function place(row) {

@@ -232,7 +232,8 @@ class FsdpWorkDivision(WorkDivision):
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
             made = make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots))
-            smaller = list(made.read_whole() if isinstance(made, PathPacks) else made)
+            whole: Iterator[Any] = made.read_whole() if isinstance(made, PathPacks) else made
+            smaller: list[T] = list(whole)
             packs = smaller if len(smaller) <= slots else packs
         return self.distribute(iter(packs), dummy_pass)
 

@@ -146,7 +146,7 @@ class LocalGradientProblem:
                     balance_loss += float(more.detach())
             networks.optimizer.accumulate_master_grads()
             counts = {"completions/computed": part.completions, "tokens/computed": part.num_computed}
-            counts["tokens/offered"] = float(part.reads.sum())
+            counts["tokens/offered"] = int(part.reads.sum())
             metrics = merge(metrics, {name: Sum(float(count)) for name, count in counts.items()})
             metrics = merge(metrics, measure_forward(out, share, psi, self.algorithm, coef))
         networks.optimizer.accumulate_master_grads()  # of what the last micro-batches followed

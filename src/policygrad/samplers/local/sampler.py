@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ class LocalSampler:
     """Decodes with the model that it is given. If that is the learner's own model, `update` copies nothing."""
 
     _callback: CompletionCallback | None = None
+    is_abandoned: Callable[[Request], bool] | None = None
+    """Asked every `ABANDONED_STEPS` tokens, of each request: nobody waits for it any more, so that it may end where it is."""
 
     def __init__(
         self,
@@ -155,6 +157,7 @@ class LocalSampler:
             self.before_pass,
             detector,
             self.memory,
+            self.is_abandoned,
         )
 
         def work() -> list[Generation]:
@@ -176,6 +179,7 @@ def _decoded_together(request: Request) -> tuple[object, ...]:
     return request.sampling, request.needs_mask, request.stop
 
 
+ABANDONED_STEPS = 16
 _REFILL_FRACTION = 0.25
 """Fraction of the slots that must be free before prompts are read while other rows are active: reading few at a time is slow."""
 
@@ -195,16 +199,18 @@ class DecodeLoop:
         before_pass: RowsCallback | None = None,
         detector: StopDetector | None = None,
         memory: MemoryBudget | None = None,
+        is_abandoned: Callable[[Request], bool] | None = None,
     ) -> None:
         """
         Args:
+            is_abandoned: As in `LocalSampler`.
             memory: Limits the rows further, once memory has run out.
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
             texts: Takes the texts of requests that may be continued.
             before_pass: As in `LocalSampler`.
             detector: Says which completions have reached a stop text.
         """
-        self.detector = detector
+        self.detector, self.is_abandoned, self.num_steps = detector, is_abandoned, 0
         self.decodes_ahead, self.texts, self.before_pass = decodes_ahead, texts, before_pass
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
@@ -289,6 +295,7 @@ class DecodeLoop:
                 logits = self._run_ahead(cache, logits, callback)
                 continue
             sampled = self.active
+            self._end_abandoned()
             token = self._sample(cache, logits)
             logits = None
             self._report(sampled[torch.isin(sampled, self.active, invert=True)], callback)
@@ -308,6 +315,15 @@ class DecodeLoop:
             Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n), masks[i])
             for i, (ids, p, n, end) in enumerate(ends)
         ]
+
+    def _end_abandoned(self) -> None:
+        """Let completions that nobody waits for end with their next token."""
+        self.num_steps += 1
+        if self.is_abandoned is None or self.num_steps % ABANDONED_STEPS:
+            return
+        for index, count in zip(self.active.tolist(), self.count.tolist(), strict=True):
+            if self.is_abandoned(self.requests[index]):
+                self.limit[index] = count + 1
 
     def _length(self, group: Sequence[int]) -> int:
         """Return the length of the prompt that these requests share."""
