@@ -61,7 +61,7 @@ REGIME = (
 GATE_TOKENS, GATE_SEEDS = 60_000, 3
 WITHOUT_ENVIRONMENT = {
     "observation": "it learns to predict what an environment writes, and the embedded tasks have single answers",
-    "role": "it compares the roles of a game, and the embedded tasks have none ([self-play](self-play.md) measures it)",
+    "role": "it compares the roles of a game, which embedded tasks lack ([self-play](environments.md#self-play) measures it)",
 }
 """Batch fields that only an environment's episodes fill -> why an algorithm that needs one is left out."""
 CANNOT_READ_HINTS = (

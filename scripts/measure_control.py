@@ -1,4 +1,4 @@
-"""Train on CartPole-v1, three seeds per algorithm, and write docs/results/control.jsonl and the table of docs/control.md.
+"""Train on CartPole-v1, three seeds per algorithm, and write docs/results/control.jsonl and a table of docs/lab.md.
 
 python scripts/measure_control.py [--jobs 2] [--redo NAME …] [--table]
 
@@ -23,7 +23,7 @@ from typing import Any
 from pages.markdown import fill_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "docs" / "results" / "control.jsonl", ROOT / "docs" / "control.md"
+RESULTS, PAGE = ROOT / "docs" / "results" / "control.jsonl", ROOT / "docs" / "lab.md"
 ENV, STEPS, SEEDS, SOLVED = "CartPole-v1", 150_000, (0, 1, 2), 475.0
 REQUIRED = ("ppo", "trpo")
 NAMES = (*REQUIRED, "a2c", "reinforce", "ppo_penalty", "natural")
@@ -149,7 +149,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, missing))
     rows = read_results(RESULTS)
-    PAGE.write_text(fill_blocks(PAGE, table=make_table(rows)), encoding="utf-8")
+    PAGE.write_text(fill_blocks(PAGE, control=make_table(rows)), encoding="utf-8")
     unsolved = [
         f"{r['name']} seed {r['seed']}: {r['mean']}" for r in rows if r["name"] in REQUIRED and r["mean"] < SOLVED
     ]

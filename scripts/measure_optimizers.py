@@ -4,7 +4,7 @@ python scripts/measure_optimizers.py [--seeds 0 1 2] [--steps 8] [--only muon ..
 
 Runs that the file holds already are not run again. The learning rate is the embedded model's default, which was chosen for AdamW;
 sgd has none and gets 0.1, the better one of 0.1 and 0.5 with seed 0, so adamw and muon are also tried at three times theirs.
-`docs/optimizers.md` is written from the file by make_docs.py.
+`docs/memory.md` is written from the file by make_docs.py.
 """
 
 from __future__ import annotations

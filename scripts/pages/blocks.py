@@ -605,8 +605,8 @@ def gpu_block() -> str:
     )
 
 
-def json_page() -> str:
-    """Write docs/reference/json.md, from the schemas."""
+def json_block() -> str:
+    """Write the fields of each command's JSON, from the schemas."""
     nested, sections = dict[str, Data](), list[str]()
     by_outputs: dict[tuple[Any, ...], list[str]] = {}
     for command in COMMANDS:
@@ -615,29 +615,26 @@ def json_page() -> str:
     for outputs, commands in by_outputs.items():
         title = ", ".join(f"`{command}`" for command in commands)
         forms = [_json_form(to_schema(kind), nested) for kind in outputs]
-        sections.append("\n\n".join([f"## {title}", *forms]))
+        sections.append("\n\n".join([f"### {title}", *forms]))
     error = _json_form(to_schema(Error), nested)
     shared = list[str]()
     done = set[str]()
     while todo := [name for name in nested if name not in done]:  # which may name further ones
         done |= {*todo}
         shared += [_json_form(nested[name], nested) for name in todo]
-    return page(
-        "# JSON", describe_json(), f"## An error\n\n{error}", *sections, "\n\n".join(["## Types named above", *shared])
-    )
+    return "\n\n".join([f"### An error\n\n{error}", *sections, "### Types named above", *shared])
 
 
 def describe_json() -> str:
-    """Write the first paragraph of docs/reference/json.md."""
+    """Describe the output under --json."""
     streams = [name for name in COMMANDS if (outputs := load_outputs(name)) and is_event_stream(outputs)]
     return (
-        "What each command prints under `--json`. Standard output carries JSON and nothing else: one object, or for "
-        f"{', '.join(f'`{name}`' for name in streams)} one object per event, a line each. Progress and warnings, and what your "
-        "code or a child process prints, go to standard error. Numbers that are not finite are null. An error is an object, "
-        "too, on standard output, beside the sentence on standard error; it is then the last line. `policygrad COMMAND "
-        "--json-schema` prints the JSON Schema of what is listed here. Fields may be added: ignore those that you do not know. "
-        "`completion` has no `--json`, since its output is a script. Exit codes: "
-        "[coding-agents.md](../coding-agents.md#exit-codes)."
+        "Under `--json`, standard output carries JSON and nothing else: one object, or for "
+        f"{', '.join(f'`{name}`' for name in streams)} one object per event, a line each; `chat` prints one per answer. Progress "
+        "and warnings, and what your code or a child process prints, go to standard error. Numbers that are not finite are null. "
+        "The fields are [below](#what-each-command-prints); `policygrad COMMAND --json-schema` prints them as a JSON Schema. "
+        "Fields may be added: ignore those that you do not know. `completion` has no `--json`, since its output is a script. An "
+        "error is an object too, on standard output, beside the sentence on standard error; it is then the last line:"
     )
 
 

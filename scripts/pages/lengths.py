@@ -1,4 +1,4 @@
-"""The table and the figure of docs/long-texts.md, measured by scripts/measure_lengths.py."""
+"""The table and the figure of docs/memory.md, measured by scripts/measure_lengths.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lengths_block(report: Data | None = None) -> str:
     return "\n\n".join(parts)
 
 
-FIGURE = "long-texts.svg"
+FIGURE = "memory.svg"
 
 
 def lengths_figure(report: Data | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""Tables of docs/optimizers.md: memory from the registry, accuracy and seconds measured by scripts/measure_optimizers.py."""
+"""Tables of docs/memory.md: memory from the registry, accuracy and seconds measured by scripts/measure_optimizers.py."""
 
 from __future__ import annotations
 

@@ -323,6 +323,6 @@ def _index(named: dict[str, list[str]]) -> str:
         f"`pg.ALGORITHMS`, a dict by name, holds an [`Algorithm`](equation.md#algorithm) each:\n\n{constants}",
         "The command line's options are the fields of [`Run`](training.md#run): `policygrad train --help all` lists them, with the "
         "parts of the algorithm at hand.",
-        "Registers: [metrics](../metrics.md) of a run, [the JSON](json.md) of every command, and [faults, promises and "
+        "Registers: [metrics](../metrics.md) of a run, [JSON, exit codes](json.md), and [faults, promises and "
         "tests](reliability.md).",
     )

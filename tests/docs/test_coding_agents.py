@@ -1,4 +1,4 @@
-"""AGENTS.md, docs/coding-agents.md: commands run, paths exist, and the files are as short as they promise."""
+"""AGENTS.md, docs/reference/json.md: commands run, paths exist, and the files are as short as they promise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policygrad.cli import HELP
 
 ROOT = Path(__file__).parents[2]
 AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "coding-agents.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8").partition("## What each command prints")[0]
 COMPARE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", AGENTS, re.DOTALL)).splitlines()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -58,8 +59,8 @@ def steps() -> list[int]:
     return [row["step"] for row in rows(Path("first-day/metrics.jsonl")) if "reward" in row]
 
 
-def entered(line: str, run_command: Run) -> str:
-    """What the line prints; a line that the page has and this does not know fails."""
+def entered(line: str, run_command: Run, typed: str = "1 + 1 =\n/again\n") -> str:
+    """What the line prints; a line that the page has and this does not know fails. `chat` reads what is typed."""
     line, _, remark = line.partition("  # ")
     line, _, file = line.partition(" > ")
     program, *argv = shlex.split(line)
@@ -72,7 +73,9 @@ def entered(line: str, run_command: Run) -> str:
     assert program == "policygrad"
     if "--resume" in argv:
         argv += ["--steps", str(steps()[-1] + 2)]  # of the thousand
-    code, out, err = run_command(*small(argv))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        code, out, err = run_command(*small(argv))
     assert code == 0, err
     if file:
         Path(file.strip()).write_text(out, encoding="utf-8")
@@ -93,6 +96,7 @@ def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ["policygrad", "train"],
         ["policygrad", "train"],
         ["policygrad", "train"],
+        ["policygrad", "chat"],
         ["policygrad", "eval"],
         ["policygrad", "export"],
         ["python", "ask.py"],
@@ -108,7 +112,8 @@ def test_the_page_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked = rows(Path("first-day/completions.jsonl"))[0]
     assert asked["prompt"][0]["role"] == "user"
     assert set(asked["rewards"]) == {"my_reward.py:right", "format"}
-    assert "first-day − my-model" in output[5]
+    assert output[5].count("before, my-model") == output[5].count("after, first-day") == 2
+    assert "first-day − my-model" in output[6]
     assert "model.safetensors" in os.listdir("first-day/merged")
     assert "<|reply|>" in Path("first-day/merged/chat_template.jinja").read_text(encoding="utf-8")
     assert "first-day" in Path("first-day/report.html").read_text(encoding="utf-8")

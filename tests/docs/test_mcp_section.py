@@ -19,7 +19,7 @@ from policygrad.models.tokenizer import load_tokenizer
 from policygrad.utils.user_code import load_object
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-PAGE = TEXT.partition("## Tools of MCP servers")[2]
+PAGE = TEXT.partition("## Tools of MCP servers")[2].partition("## Self-play")[0]
 BLOCKS: dict[str, str] = dict(re.findall(r"```(?:python|json) ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 FEWER = ["--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "16", "--evaluation.problems", "2"]

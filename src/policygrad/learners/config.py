@@ -55,7 +55,7 @@ class OptimizerConfig:
     schedule: str = "constant"
     """constant, linear or cosine, down to 0 at the run's last update."""
     name: str = ADAMW
-    """adamw; adamw8bit = its moments in 8 bits; muon for hidden matrices, with AdamW for the rest; sgd (docs/optimizers.md)."""
+    """adamw; adamw8bit = its moments in 8 bits; muon for hidden matrices, with AdamW for the rest; sgd (docs/memory.md)."""
     momentum: float = 0.95
     """Momentum of muon and sgd; 0 = none."""
     masters: str = "fp32"

@@ -1,4 +1,4 @@
-"""docs/self-play.md: its files are files, its commands run, only with fewer steps, and its games are what it says."""
+"""docs/environments.md, on self-play: its files are files, its commands run with fewer steps, and its games are what it says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import policygrad as pg
 from doubles.files import rows
 
-PAGE = (Path(__file__).parents[2] / "docs" / "self-play.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = TEXT.partition("## Self-play")[2]
 BLOCKS: dict[str, str] = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
     shlex.split(line) for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
