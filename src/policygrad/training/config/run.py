@@ -87,7 +87,7 @@ class RunOptions:
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[Any, optional_arg("FILE:NAME", "the prompt and one answer", str)] = None
-    """Environment: calculator, mine.py:NAME, gymnasium:ID, textarena:GAME, openenv:URL, verifiers:ID, mcp:COMMAND|URL, rows:NAME+NAME.
+    """One of calculator, mine.py:NAME, gymnasium:ID, textarena:GAME, openenv:URL, verifiers:ID, mcp:COMMAND|URL, rows:NAME+NAME.
     A program that talks to an API: program:COMMAND, agent:FILE.py:FUNCTION. Without --reward only its own rewards count."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds for one reset, step or close of the environment, or of a program's own work in an episode, which otherwise fails.
