@@ -48,7 +48,7 @@ class CommandOptions:
     """Options of the command that are not part of the run itself."""
 
     config: Annotated[str | None, optional_arg("FILE", "none")] = None
-    """A TOML file of options, such as the one in a run's folder; flags take precedence over it."""
+    """A TOML or YAML file of options, such as a run's own or what `policygrad init` prints; flags take precedence over it."""
     resume: Annotated[str | None, optional_arg("RUN", "none")] = None
     """Resume the run in this folder from its newest intact checkpoint; with another --output, in a copy there."""
     stop_after: Annotated[int | None, optional_arg("INT", "none")] = None

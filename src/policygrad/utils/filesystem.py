@@ -202,7 +202,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+        check_depth(value)
     return value
 
 
@@ -227,7 +227,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         data = tomllib.loads(read_text_bounded(path))
     except RecursionError:
         raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
-    _check_depth(data)
+    check_depth(data)
     return data
 
 
@@ -247,7 +247,8 @@ def _parse_float(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise UnusableDataError for lists and tables nested deeper than `MAX_DEPTH`."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
