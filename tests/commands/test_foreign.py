@@ -79,7 +79,7 @@ def test_every_foreign_option_is_refused_by_name(ours: set[str]) -> None:
         ("train --num_generations=16", "here it is --samples-per-prompt 16"),
         ("train grpo --max-completion-length 64", "here it is --max-tokens 64"),
         ("train grpo --epsilon 0.1", "--algorithm.gate.low 0.1 and --algorithm.gate.high 0.1 (two options here"),
-        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma 0.9 and --algorithm.critic.gamma 0.9 (one γ"),
+        ("train --gamma 0.9", "here it is --algorithm.advantage.gae.gamma 0.9 and --algorithm.critic.gamma 0.9 (one γ"),
         ("train --bf16 true", "here it is --learner.dtype bf16 ("),
         ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),

@@ -65,7 +65,7 @@ def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = 
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return a file's tables: YAML if its name ends in .yaml or .yml, else TOML. Raises ConfigError if it cannot be read as that."""
+    """Return a file's tables, YAML if its name says so, else TOML. Raises ConfigError if it cannot be read as that."""
     try:
         if path.suffix.lower() not in YAML_SUFFIXES:
             return read_toml(path)
