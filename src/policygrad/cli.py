@@ -30,6 +30,8 @@ with interchangeable parts
                                           module
   policygrad train ... --dry-run          print the configuration and the
                                           equation; load no model
+  policygrad init [ALGORITHM] > run.toml  a configuration with comments, for
+                                          train --config run.toml (or .yaml)
   policygrad sft --data FILE              supervised fine-tuning on
                                           demonstrations
   policygrad reward-model --data FILE     a reward model from preferences, for

@@ -10,6 +10,7 @@ COMMANDS = {  # module:function
     "engine": "policygrad.commands.engine:engine",
     "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
+    "init": "policygrad.commands.init:init",
     "plan": "policygrad.commands.plan:plan",
     "doctor": "policygrad.commands.doctor:doctor",
     "verify": "policygrad.commands.verify:verify",

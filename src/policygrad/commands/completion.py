@@ -129,6 +129,7 @@ def generate_script(shell: str) -> str:
     options["show"] = [*ALGORITHMS, *list_parts(), *load_benchmarks()]
     arguments = {  # words that a command accepts as its first argument
         "train": list(ALGORITHMS),
+        "init": list(ALGORITHMS),
         "plan": list(ALGORITHMS),
         "eval": list(EMBEDDED_MODELS),
         "engine": [*ENGINES, "check"],

@@ -32,7 +32,7 @@ MAIN_OPTIONS = {  # command -> heading -> flags; of a long page without an entry
         "Measurements": "--evaluation.problems --evaluation.every --evaluation.benchmarks --track --json",
     }
 }
-_NO_DEFAULT = (
+NO_DEFAULT = (
     "(default: none)",
     "(default: None)",
     "(default: '')",
@@ -167,7 +167,7 @@ def _format_main(page: Page) -> Iterator[TextRow]:
         for name in names.split():
             option = by_name[name]
             text = re.split(r"(?<=[\w)\]])\.(?=\s)", option.text, maxsplit=1)[0].rstrip(".") + "."
-            default = "" if option.default in _NO_DEFAULT else option.default
+            default = "" if option.default in NO_DEFAULT else option.default
             yield from _format_option(replace(option, flags=option.flags[:1], text=text, default=default))
 
 
