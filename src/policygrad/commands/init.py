@@ -1,4 +1,4 @@
-"""`policygrad init [ALGORITHM] > run.toml`: print a configuration of what people set, with a comment for each, for `train --config`.
+"""`policygrad init [ALGORITHM] > run.toml`: print a configuration for `train --config`, with a comment for each option.
 
 Texts and defaults are those of the stored help, so that nothing heavy is imported for an algorithm of the package's own.
 """
