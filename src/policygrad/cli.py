@@ -76,7 +76,8 @@ with interchangeable parts
   policygrad show NAME                    an algorithm: its equation, parts,
                                           defaults with sources, what it fixes,
                                           how it fails; or a part, such as Clip;
-                                          or your own, mine.py:NAME
+                                          a reward, such as math; a metric; or
+                                          your own, mine.py:NAME
   policygrad lab                          gradient estimators against the true
                                           gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium

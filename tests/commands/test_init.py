@@ -47,7 +47,7 @@ def test_every_example_can_be_used(load: Any) -> None:
     run = load(text.replace("every = 0", "every = 5"))  # with an evaluation to choose the best model by
     assert run.track == ("wandb",)
     assert run.lr == 1e-6
-    assert run.reward == ("mine.py:reward", "0.1*xml_format")
+    assert run.reward == ("mine.py:reward", "0.1*format")
     assert run.learner.lora.startswith("rank=16")
     assert run.sampler.engine == "vllm"
     assert run.algorithm.gate == ALGORITHMS["grpo"].gate

@@ -47,7 +47,7 @@ TABLES = (
             Entry("model"),
             Entry("task"),
             Entry("eval_data", '"held_out.jsonl"'),
-            Entry("reward", '["mine.py:reward", "0.1*xml_format"]'),
+            Entry("reward", '["mine.py:reward", "0.1*format"]'),
             Entry("environment", '"mine.py:Environment"'),
             Entry("steps"),
             Entry("prompts_per_step"),

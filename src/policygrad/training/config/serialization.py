@@ -1,7 +1,8 @@
 """A run's configuration as TOML, both ways, and read from YAML too. An unknown key is an error that suggests the closest known one.
 
 A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class` or `path/to/file.py:Class` for a custom
-one); without `part` the table changes fields of the part that is already there. "none" stands for no part.
+one); without `part` the table changes fields of the part that is already there. A text stands for a table: "Clip(low=0.1)", or
+"Clip" for one of `part` alone. "none" stands for no part.
 
 The structuring is written by hand rather than with cattrs: options change a base instead of building a new object, parts are
 chosen by name and may be user code, and every message names file, key and remedy, so that all but the scalars would be custom
@@ -25,8 +26,10 @@ import tomli_w
 from policygrad import parts
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import Part
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
+from policygrad.training.config.part_text import is_part_call, read_part_call
 from policygrad.training.config.paths import resolve_config_paths, resolve_directory, with_full_paths
 from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
@@ -317,6 +320,11 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))
     name = value.pop("part", None)
+    if isinstance(name, str) and is_part_call(name):
+        name, value = (
+            (call := dict(_build(partial(read_part_call, name), where, dotted))).pop("part"),
+            {**call, **value},
+        )
     if name is None and current is None:
         raise ConfigError(f"{where}: {dotted!r} needs a `part`, the name of its class, e.g. part = 'Clip'")
     kind = type(current) if name is None else load_part_class(name, where, dotted)
@@ -330,12 +338,18 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         place = f"{dotted}.{key}"
         if (item is None or item == NONE) and NoneType in typing.get_args(hints[key]):
             values[key] = None
-        elif isinstance(item, Mapping):
+        elif isinstance(item, Mapping) or _names_part(item, hints[key]):
             values[key] = parse_part(None, item, where, place)
         else:
             values[key] = _parse_value(item, hints[key], where, place)
     same: Any = current if type(current) is kind else None
     return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
+
+
+def _names_part(value: Any, hint: Any) -> bool:
+    """Return whether a setting that holds a part is given as the name of one of policygrad's, or as its call."""
+    is_held = any(isinstance(kind, type) and issubclass(kind, Part) for kind in (hint, *typing.get_args(hint)))
+    return is_held and isinstance(value, str) and not is_user_reference(value)
 
 
 # A configuration for people, from its TOML alone, so that a run can be read about without its custom parts.
@@ -345,7 +359,7 @@ PART_LABELS = {
     "advantage": "advantage Ψ",
     "ratio": "ratio",
     "gate": "gate w",
-    "aggregation": "average c",
+    "aggregation": "aggregation c",
     "terms": "terms k",
     "corrections": "corrections",
     "shaping": "reward shaping",
