@@ -148,6 +148,7 @@ def test_explanations(read_json: Callable[..., list[Any]]) -> None:
     [matrix] = read_json(0, "algorithms")
     assert matrix["grpo"]["gate"]["part"] == "Clip"
     assert read_json(0, "show")[0]["parts"]["gate"]
+    assert read_json(0, "show", "judge")[0]["needs_options"]
     [algorithm] = read_json(0, "show", "grpo")
     assert algorithm["parts"] == {k: v for k, v in matrix["grpo"].items() if k != "departs"}
     [part] = read_json(0, "show", "Clip")

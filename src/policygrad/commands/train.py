@@ -51,8 +51,8 @@ HELP = (
     "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
     "mine.py:NAME, mine:NAME.",
     "Every field of the algorithm's parts is an option (--help algorithm). --algorithm.FIELD Part[,Part] replaces parts: "
-    "--algorithm.gate ClippedImportance, --algorithm.gate 'Clip(low=0.1)', --algorithm.advantage GroupMean, --algorithm.terms none. "
-    "--algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
+    "--algorithm.gate ClippedImportance, --algorithm.gate 'Clip(low=0.1)', --algorithm.advantage GroupMean, --algorithm.terms "
+    "none. --algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
 )
 _FLAT = tyro.conf.arg(name="")
 _NAMES = {

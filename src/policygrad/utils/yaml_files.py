@@ -43,7 +43,7 @@ def _build_loader() -> Any:
     import yaml
     from yaml.nodes import ScalarNode
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # as the class above declares it
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -66,7 +66,8 @@ def _build_loader() -> Any:
                     seen.add(name)
                     continue
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            return super().construct_mapping(node, deep=True)
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
+            return mapping
 
     def construct_float(loader: Any, node: Any) -> float:
         return float(node.value.replace("_", ""))

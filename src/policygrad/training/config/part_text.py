@@ -16,8 +16,8 @@ def is_part_call(text: str) -> bool:
 def read_part_call(text: str) -> dict[str, Any]:
     """Return the table of `part` and settings that a call stands for, as TOML has it; settings are named.
 
-    Values are numbers, true or false, none, texts (quotes may be left out around a word), lists, and calls of policygrad's own parts.
-    Nothing is evaluated. Raises ConfigError for anything else.
+    Values are numbers, true or false, none, texts (a word needs no quotes), lists, and calls of policygrad's own parts. Nothing is
+    evaluated. Raises ConfigError for anything else.
     """
     name, _, rest = text.partition("(")
     try:

@@ -199,8 +199,8 @@ def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
         for key, value in algorithm.items():
             if key not in _TEXT_FIELDS:
                 yield from _code_of_parts(value)
-    else:
-        yield from _code_of_parts(algorithm)
+    elif isinstance(algorithm, str) and is_user_reference(algorithm):  # a name alone, which takes no settings
+        yield algorithm.rpartition(":")[0] or algorithm
 
 
 def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
