@@ -64,6 +64,8 @@ with interchangeable parts
                                           not fit
   policygrad doctor                       what this machine is, what works on
                                           it, and what would make the rest work
+  policygrad runs [FOLDER]                the runs below a folder: step, result,
+                                          state, age and time left
   policygrad report RUN ...               an HTML page about runs: curves,
                                           completions, costs; --watch follows
                                           them live

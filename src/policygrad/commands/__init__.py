@@ -14,6 +14,7 @@ COMMANDS = {  # module:function
     "plan": "policygrad.commands.plan:plan",
     "doctor": "policygrad.commands.doctor:doctor",
     "verify": "policygrad.commands.verify:verify",
+    "runs": "policygrad.commands.runs:runs",
     "report": "policygrad.commands.report:report",
     "audit": "policygrad.commands.audit:audit",
     "algorithms": "policygrad.commands.show:algorithms",

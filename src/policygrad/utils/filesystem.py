@@ -331,6 +331,37 @@ def acquire_lock(
         file.close()  # the previous owner has deleted it with its folder
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on this file. Of a file that cannot be opened, nobody does.
+
+    Where there are no locks, a process that the file names and that lives on this machine counts as holding it.
+    """
+    try:
+        with open_regular(path) as file:
+            owner = parse_json(file.read(MAX_CONFIG_BYTES))
+            if owner["host"] == socket.gethostname() and not _is_alive(int(owner["pid"])):
+                return False  # without trying the lock, which a run that starts just then would find held
+            if not HAS_FILE_LOCKS:
+                return bool(owner["host"] == socket.gethostname())
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return True
+            return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 def write_lock_owner(file: IO[bytes]) -> None:
     """Write this process's pid, host, time and command for others to read. Raises OSError.
 

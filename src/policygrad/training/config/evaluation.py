@@ -94,9 +94,9 @@ class EvaluationConfig:
             reason = "evaluation.problems is 0. Set it above 0, or leave this out"
             yield from describe_idle(list_changed("evaluation", self, own), reason)
         if not self.benchmarks:
-            own = ("benchmark_data", "benchmark_problems", "benchmark_samples", "benchmark_max_tokens")
+            of_benchmarks = ("benchmark_data", "benchmark_problems", "benchmark_samples", "benchmark_max_tokens")
             reason = "no benchmark is measured. Name some, --evaluation.benchmarks gsm8k, or leave this out"
-            yield from describe_idle(list_changed("evaluation", self, own), reason)
+            yield from describe_idle(list_changed("evaluation", self, of_benchmarks), reason)
         if self.every and not self.measures_during_training:
             reason = "nothing is evaluated. Set --evaluation.problems above 0, or leave it out"
             yield from describe_idle([f"evaluation.every = {self.every}"], reason)
