@@ -12,7 +12,7 @@ import tyro
 from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import RunLength
-from policygrad.core.validation import ROLES, ask_parts, check_rollout, frozen_problem
+from policygrad.core.validation import ask_parts, check_rollout, frozen_problem, name_role
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
 from policygrad.models.chat.template_options import parse_template_options
@@ -398,8 +398,7 @@ def _find_idle_parts(run: Run) -> Iterator[str]:
     for change in changes.part_changes:
         for part in change.added:
             if reason := part.find_idle_settings(run.algorithm).get(""):
-                noun = ROLES[change.field].noun.partition(" ")[2]
-                settings.setdefault(reason, []).append(f"the {noun} {type(part).__name__}")
+                settings.setdefault(reason, []).append(f"the {name_role(change.field)} {type(part).__name__}")
     for setting in changes.setting_changes:
         field, part = next(
             ((key.partition(".")[0], p) for key, p in run.algorithm.named_parts() if type(p).__name__ == setting.part),
@@ -407,8 +406,7 @@ def _find_idle_parts(run: Run) -> Iterator[str]:
         )
         if part is not None and (reason := part.find_idle_settings(run.algorithm).get(setting.name)):
             value = format_setting(setting.new_value)
-            noun = ROLES[field].noun.partition(" ")[2]
-            settings.setdefault(reason, []).append(f"{setting.part}.{setting.name} = {value} of the {noun}")
+            settings.setdefault(reason, []).append(f"{setting.part}.{setting.name} = {value} of the {name_role(field)}")
     for reason, idle in settings.items():
         yield from describe_idle(idle, reason)
 
