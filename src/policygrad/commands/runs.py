@@ -168,11 +168,9 @@ def _read(read: Any, path: Path) -> Mapping[str, Any]:
 
 def _count_steps(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the steps of all passes over the data, from how far one of them is."""
-    for row in rows:
-        for epoch in _numbers(row, "epoch"):
-            if epoch > 0 and isinstance(config.get("epochs"), int):
-                return round(row["step"] * config["epochs"] / epoch)
-    return None
+    epochs = _number(config, "epochs")
+    done = next(((row["step"], epoch) for row in rows for epoch in _numbers(row, "epoch") if epoch > 0), None)
+    return None if epochs is None or done is None else round(done[0] * epochs / done[1])
 
 
 def _choose_result(
