@@ -31,7 +31,6 @@ from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
 from policygrad.rewards.resolve import REWARDS, list_rewards
 from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
-from policygrad.training.config.part_text import is_part_call
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
     list_parts,
@@ -45,7 +44,7 @@ from policygrad.utils.user_code import find_assignment, find_definition, import_
 
 def resolve_subject(name: str) -> Any:
     """Return a user's own algorithm, part or class of a part. Raises ConfigError for any other name."""
-    if is_part_call(name):
+    if name.endswith(")"):
         return parse_part(None, name, "show", "part")
     if is_user_reference(name):
         custom = load_object(name, f"show {name}", (Algorithm, type))

@@ -26,7 +26,6 @@ from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.trackers.events import Evaluation, EventTracker, Note, Phase, Started, Step
 from policygrad.training.config.optional_arg import optional_arg
-from policygrad.training.config.part_text import split_parts
 from policygrad.training.config.paths import find_changed_options, is_own_config
 from policygrad.training.config.run import UncheckedRun
 from policygrad.training.config.serialization import from_dict, load_config
@@ -337,11 +336,19 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         if not value or value.startswith("-"):
             raise ConfigError(f"{flag} needs the name of a part, or none")
         several = isinstance(getattr(base, key), tuple)
-        parts = [] if several and value == "none" else split_parts(value)
+        parts = [] if several and value == "none" else _split_parts(value)
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
         base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
     return base, remaining
+
+
+def _split_parts(text: str) -> list[str]:
+    if "(" not in text:
+        return text.split(",")
+    from policygrad.training.config.part_text import split_parts
+
+    return split_parts(text)
 
 
 def build_option_type(chosen: Algorithm) -> type:

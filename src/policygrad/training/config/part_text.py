@@ -8,11 +8,6 @@ from typing import Any
 from policygrad.errors import ConfigError
 
 
-def is_part_call(text: str) -> bool:
-    """Return whether a part's name is followed by settings in parentheses."""
-    return text.endswith(")") and "(" in text
-
-
 def read_part_call(text: str) -> dict[str, Any]:
     """Return the table of `part` and settings that a call stands for, as TOML has it; settings are named.
 

@@ -29,7 +29,6 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
-from policygrad.training.config.part_text import is_part_call, read_part_call
 from policygrad.training.config.paths import resolve_config_paths, resolve_directory, with_full_paths
 from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
@@ -320,7 +319,9 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))
     name = value.pop("part", None)
-    if isinstance(name, str) and is_part_call(name):
+    if isinstance(name, str) and name.endswith(")"):
+        from policygrad.training.config.part_text import read_part_call
+
         name, value = (
             (call := dict(_build(partial(read_part_call, name), where, dotted))).pop("part"),
             {**call, **value},

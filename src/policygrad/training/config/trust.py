@@ -26,7 +26,6 @@ from typing import Any
 from policygrad.environments.registry import code_references, is_http_url, split_environment_name
 from policygrad.errors import ConfigError
 from policygrad.rewards.resolve import find_code, is_local_url
-from policygrad.training.config.part_text import is_part_call, read_part_call
 from policygrad.utils.plugins import find_plugin
 from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 
@@ -217,7 +216,9 @@ def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _code_of_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and is_part_call(value):
+    if isinstance(value, str) and value.endswith(")"):  # with settings, as it is read
+        from policygrad.training.config.part_text import read_part_call
+
         yield from _code_of_parts(read_part_call(value))
     elif isinstance(value, str) and is_user_reference(value):
         yield value.rpartition(":")[0] or value
