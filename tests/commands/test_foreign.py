@@ -115,6 +115,16 @@ def test_foreign_options_get_their_equivalent(run_command: Any, command: str, sa
     assert says in err
 
 
+def test_an_option_of_a_part_that_the_algorithm_lacks_names_the_part(run_command: Any) -> None:
+    code, _, err = run_command(
+        "train", "grpo", "--algorithm.terms.entropy.eta", "0.1", "--algorithm.terms.kl-to-reference.beta", "1"
+    )
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert last.startswith("--algorithm.terms.entropy.eta is an option of Entropy, which this algorithm does not have")
+    assert last.endswith("--algorithm.terms Entropy puts it in")
+
+
 def test_our_options_with_foreign_looking_values_pass(run_command: Any) -> None:
     code, _, err = run_command("train", "--task", "data.jsonl", "--output", "trainer.x", "--dry-run")
     assert code == 0, err

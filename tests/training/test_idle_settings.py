@@ -90,6 +90,7 @@ UNIT = "with one update per rollout every ratio π_θ/π_old is 1"
         ("grpo --sampler.timeout 9 --sampler.threads 2", "have no effect: sampler.engine is local"),
         ("grpo --sampler.engine vllm --decode-rows 9", "decode_rows = 9 has no effect: it is for sampling in this process"),
         ("grpo --evaluation.problems 0 --evaluation.top-k 5", "evaluation.top_k = 5 has no effect: evaluation.problems is 0"),
+        ("grpo --evaluation.top-k 1 --evaluation.temperature 2", "evaluation.temperature = 2.0 has no effect: evaluation"),
         ("grpo --evaluation.benchmark-problems 2", "no benchmark is measured"),
         ("grpo --evaluation.every 16", "evaluation.every = 16 has no effect: the run has 16 steps"),
         ("grpo --evaluation.every 15", ""),

@@ -93,6 +93,11 @@ class EvaluationConfig:
             own = ("samples_per_prompt", "temperature", "top_p", "top_k", "max_tokens")
             reason = "evaluation.problems is 0. Set it above 0, or leave this out"
             yield from describe_idle(list_changed("evaluation", self, own), reason)
+        elif self.top_k == 1:
+            reason = "evaluation.top_k = 1 leaves the most probable token alone. Set it to 0 (all tokens), or above 1"
+            yield from describe_idle(
+                list_changed("evaluation", self, ("temperature", "top_p", "samples_per_prompt")), reason
+            )
         if not self.benchmarks:
             of_benchmarks = ("benchmark_data", "benchmark_problems", "benchmark_samples", "benchmark_max_tokens")
             reason = "no benchmark is measured. Name some, --evaluation.benchmarks gsm8k, or leave this out"
