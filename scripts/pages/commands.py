@@ -13,8 +13,10 @@ from policygrad.commands import COMMANDS
 from policygrad.commands.describe import (
     describe_benchmark,
     describe_part,
+    describe_reward,
     group_by_family,
     list_everything,
+    reward_to_dict,
     subject_to_dict,
 )
 from policygrad.commands.help import ALGORITHM, HelpRequest, Option, Page, Section
@@ -26,6 +28,7 @@ from policygrad.commands.show import DEFINITION
 from policygrad.commands.styled import TextRow
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES
+from policygrad.rewards.resolve import REWARDS, list_rewards
 from policygrad.tasks.benchmarks import load_benchmarks
 from policygrad.training.config.serialization import list_parts, load_part_class
 
@@ -56,7 +59,7 @@ def show_file() -> str:
         "short": {name: build_matrix_row(ALGORITHMS[name], changed=True) for name in names},
     }
     fields = {place: list(list_parts(place)) for place in ROLES}
-    everything = {"kind": "list", "algorithms": families, "parts": fields}
+    everything = {"kind": "list", "algorithms": families, "parts": fields, "rewards": list_rewards()}
     algorithms = {
         name: {"rows": _store_rows(describe_algorithm(a)), **_choose(subject_to_dict(a), "equation", "parts")}
         for name, a in ALGORITHMS.items()
@@ -80,6 +83,9 @@ def show_file() -> str:
         "algorithms": algorithms,
         "parts": parts,
         "benchmarks": benchmarks,
+        "rewards": {
+            name: {"rows": _store_rows(describe_reward(name)), "json": reward_to_dict(name)} for name in REWARDS
+        },
     }
     return format_json(to_plain(content)) + "\n"
 

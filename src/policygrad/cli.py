@@ -30,6 +30,8 @@ with interchangeable parts
                                           module
   policygrad train ... --dry-run          print the configuration and the
                                           equation; load no model
+  policygrad init [ALGORITHM] > run.toml  a configuration with comments, for
+                                          train --config run.toml (or .yaml)
   policygrad sft --data FILE              supervised fine-tuning on
                                           demonstrations
   policygrad reward-model --data FILE     a reward model from preferences, for
@@ -64,6 +66,8 @@ with interchangeable parts
                                           not fit
   policygrad doctor                       what this machine is, what works on
                                           it, and what would make the rest work
+  policygrad runs [FOLDER]                the runs below a folder: step, result,
+                                          state, age and time left
   policygrad report RUN ...               an HTML page about runs: curves,
                                           completions, costs; --watch follows
                                           them live
@@ -76,7 +80,8 @@ with interchangeable parts
   policygrad show NAME                    an algorithm: its equation, parts,
                                           defaults with sources, what it fixes,
                                           how it fails; or a part, such as Clip;
-                                          or your own, mine.py:NAME
+                                          a reward, such as math; a metric; or
+                                          your own, mine.py:NAME
   policygrad lab                          gradient estimators against the true
                                           gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium

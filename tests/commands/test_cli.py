@@ -154,7 +154,7 @@ def test_show_explains_every_algorithm_on_80_columns(run_command: Any) -> None:
 
 def test_diff_is_complete() -> None:
     changed = render.diff_algorithms(get_algorithm("rloo"), get_algorithm("grpo"))
-    assert set(changed) == {"advantage", "ratio", "gate", "average", "terms", "shaping", "samples"}
+    assert set(changed) == {"advantage", "ratio", "gate", "aggregation", "terms", "shaping", "samples"}
     assert render.diff_algorithms(get_algorithm("grpo"), get_algorithm("grpo")) == {}
 
 

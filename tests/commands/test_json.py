@@ -143,9 +143,12 @@ def test_fine_tuning_and_reward_models(read_json: Callable[..., list[Any]], tmp_
 
 
 def test_explanations(read_json: Callable[..., list[Any]]) -> None:
+    [example] = read_json(0, "init", "grpo")
+    assert 'name = "grpo"' in example["toml"]
     [matrix] = read_json(0, "algorithms")
     assert matrix["grpo"]["gate"]["part"] == "Clip"
     assert read_json(0, "show")[0]["parts"]["gate"]
+    assert read_json(0, "show", "judge")[0]["needs_options"]
     [algorithm] = read_json(0, "show", "grpo")
     assert algorithm["parts"] == {k: v for k, v in matrix["grpo"].items() if k != "departs"}
     [part] = read_json(0, "show", "Clip")

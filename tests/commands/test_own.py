@@ -135,7 +135,7 @@ def test_a_hidden_module_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch)
         ("train own_file.py:Tent", "own_file.py:10 is a part, not an algorithm"),
         ("train own_file.py:Tent", "--algorithm.gate own_file.py:Tent"),
         ("train own_file.py:NUMBER", "(own_file.py:49) is int, not a policygrad.Algorithm"),
-        ("train broken.py:A", "broken.py raised ConfigError: Clip needs a ratio"),
+        ("train broken.py:A", "broken.py raised ConfigError: the gate Clip needs a ratio"),
         ("train broken.py:A", "(line 3); fix that first"),
         ("train broken:A", "(line 3); fix that first"),
         ("train typo.py:A", "typo.py raised SyntaxError: invalid syntax (line 2)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
+from policygrad.commands.train import parse_run
 from policygrad.planning.model_shapes import KNOWN_SHAPES
 from policygrad.training.cost_estimate import compute_algorithm_cost, compute_plannable_cost
 
-MODEST = ("--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")
+MODEST = ("--model", "Qwen3-1.7B", "--gpus", "H100:8", "--learner.gradient-checkpointing")
 
 
 def loaded(code: str) -> set[str]:
@@ -41,7 +43,9 @@ def test_plan_prints_time_and_memory(run_command: Any) -> None:
         "NVIDIA H100 datasheet",
     ):
         assert text in out
-    assert max(map(len, out.splitlines())) <= 120
+    *lines, command = out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert parse_run(shlex.split(command)[2:])[0].learner.world_size == 8
 
 
 def test_plan_as_json(run_command: Any) -> None:
@@ -85,13 +89,21 @@ def test_published_setups_can_be_planned_with_an_engine(run_command: Any) -> Non
             "--prompt",
             "132",
         )
-        argv += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
+        argv += (
+            "--samples-per-prompt",
+            "32",
+            "--completion",
+            str(completion),
+            "--learner.gradient-checkpointing",
+            "--sampler.engine",
+            "vllm",
+        )
         result = json.loads(run_command(*argv, "--json")[1])["plan"]
         assert result["fits"], model
         assert "full policy" not in result["memory"]["learner"]["static"]
     out = run_command(*argv)[1]
     assert "this library's engines read them from files" in " ".join(out.lower().split())
-    assert not json.loads(run_command(*argv[:-1], "--json")[1])["plan"]["fits"]
+    assert not json.loads(run_command(*argv[:-2], "--json")[1])["plan"]["fits"]
 
 
 def test_samplers_on_separate_devices(run_command: Any) -> None:
@@ -112,9 +124,52 @@ def test_a_plan_that_does_not_fit_suggests_changes(run_command: Any) -> None:
     assert code == 0
     assert "It does not fit" in out
     assert "What to change" in out
-    assert "--gradient-checkpointing" in out
+    assert "--learner.gradient-checkpointing" in out
     changes = json.loads(run_command("plan", "--model", "Qwen3-8B", "--gpus", "H100:8", "--json")[1])["changes"]
     assert changes[-1]["fits"]
+
+
+def test_the_last_line_is_a_command_of_train(run_command: Any) -> None:
+    """Also of what fits only with the changes, and with samplers on devices of their own."""
+    sizes = ("--model", "Qwen3-8B", "--gpus", "H100:8", "--max-tokens", "1000", "--prompt", "24")
+    for options in ((), ("--max-staleness", "1", "--learner.gradient-checkpointing"), ("--learner.lora", "rank=8")):
+        told = json.loads(run_command("plan", "grpo", *sizes, *options, "--json")[1])
+        run = parse_run(shlex.split(told["command"])[2:])[0]
+        assert run.sampling.max_tokens == 1000
+        assert (run.sampler.engine == "vllm") is ("--max-staleness" in options)
+        assert (run.learner.lora == "rank=8") is ("--learner.lora" in options)
+    out = run_command("plan", "grpo", *sizes)[1]
+    assert out.rstrip().endswith("  # with the changes above")
+
+
+def test_names_of_train_and_short_ones_are_the_same_options(run_command: Any) -> None:
+    short = (
+        "--lora",
+        "rank=8",
+        "--optimizer",
+        "muon",
+        "--offload",
+        "always",
+        "--micro-tokens",
+        "999",
+        "--context",
+        "1256",
+    )
+    names = (
+        "--learner.lora",
+        "rank=8",
+        "--optimizer.name",
+        "muon",
+        "--optimizer.offload",
+        "--learner.micro-tokens",
+        "999",
+    )
+    size = ("--model", "Qwen3-1.7B", "--gpus", "H100:1", "--json")
+    first = run_command("plan", *size, *short)[1]
+    assert json.loads(first) == json.loads(run_command("plan", *size, *names, "--max-tokens", "1000")[1])
+    code, _, err = run_command("plan", "--context", "900", "--max-tokens", "3")
+    assert code == 2
+    assert "give one of --context and --max-tokens" in err
 
 
 def test_suggested_options_are_accepted(run_command: Any) -> None:
@@ -146,8 +201,8 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
     ("argv", "message"),
     [
         (("--model", "Qwen3-9B"), "did you mean 'Qwen3.5-9B'"),
-        (("--gpus", "T4", "--dtype", "bf16"), "the T4 has no bfloat16"),
-        (("--lora", "rank=0"), "rank must be at least 1"),
+        (("--gpus", "T4", "--learner.dtype", "bf16"), "the T4 has no bfloat16"),
+        (("--learner.lora", "rank=0"), "rank must be at least 1"),
         (("--fit", "--samplers", "2"), "Leave out --samplers"),
         (("--gpus", "H20:8"), "did you mean H200"),
         (("--algorithm", "gpro"), "grpo"),
@@ -163,7 +218,7 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
         (("--calibration", "nowhere.json"), "--calibrate` writes one"),
         (("--output", "nowhere/plan.html"), "there is no folder"),
         (("--price", "-1"), "--price must be at least 0"),
-        (("--dtype", "fp8"), "one of bf16, fp32"),
+        (("--learner.dtype", "fp8"), "one of bf16, fp32"),
         (("--prompts-per-step", "0"), "prompts must be at least 1"),
     ],
 )

@@ -19,6 +19,7 @@ from policygrad.commands.docstrings import read_field_docs
 from policygrad.commands.render import build_matrix_row
 from policygrad.commands.show import format_matrix
 from policygrad.core.validation import ROLES
+from policygrad.rewards.resolve import list_rewards
 from policygrad.training.config.serialization import list_parts
 
 
@@ -125,6 +126,19 @@ def test_show_describes_a_custom_part(run_command: Any, tmp_path: Path, monkeypa
     assert "Ψ = Asym(R_i − mean_{j≠i} R_j)" in out
     assert "own_file.py:47" in out
     assert run_command("show", "own_file.py:LIKE_GRPO")[1].startswith("grpo+Tent\n  grpo (Shao et al.")
+
+
+def test_show_explains_every_reward_and_a_part_with_settings(run_command: Any) -> None:
+    for name in list_rewards():
+        code, out, _ = run_command("show", name)
+        assert code == 0, name
+        assert f"--reward {name}" in out or f"--reward '{name.rstrip(':')}:" in out
+    code, out, _ = run_command("show", "Clip(low=0.1)")
+    assert out.startswith("Clip(low=0.1, high=0.2)")
+    assert "did you mean 'math'" in run_command("show", "mtah")[2]
+    _, out, _ = run_command("show", "gsm8k")  # a benchmark, and the reward that grades it
+    assert "a benchmark" in out
+    assert "--reward gsm8k" in out
 
 
 def test_show_alone_lists_everything(run_command: Any) -> None:

@@ -209,7 +209,7 @@ def test_differences_from_the_parent() -> None:
         "filters": ("–", "DropZeroVariance(refill, 4, True) MaskTruncated(False)"),
         "shaping": ("–", "SoftOverlong(0.2, 1)"),
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
-        "average": ("SequenceMean", "TokenMean"),
+        "aggregation": ("SequenceMean", "TokenMean"),
         "terms": ("KLToReference(0.04, k3, token)", "–"),
         "update_rule": ("GradientSteps(minibatches=1)", "GradientSteps(minibatches=16)"),
         "reference": ("Reference", "–"),

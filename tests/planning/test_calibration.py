@@ -80,7 +80,7 @@ def test_it_is_of_one_device_and_one_precision(measured: tuple[Calibration, list
     result, _ = measured
     with pytest.raises(ConfigError, match="measured on cpu, but --gpus names H100"):
         result.apply(DEVICES["H100"], "fp32")
-    with pytest.raises(ConfigError, match="calibrate with --dtype bf16"):
+    with pytest.raises(ConfigError, match=r"calibrate with --learner\.dtype bf16"):
         result.apply(DEVICES["cpu"], "bf16")
 
 
@@ -119,7 +119,7 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     monkeypatch.setattr("policygrad.training.calibration.CPU", TINY)
     monkeypatch.setattr("policygrad.training.calibration.GPU", TINY)
     file = tmp_path / "calibration.json"
-    code, out, err = run_command("plan", "--calibration", str(file), "--calibrate", "--dtype", "fp32")
+    code, out, err = run_command("plan", "--calibration", str(file), "--calibrate", "--learner.dtype", "fp32")
     assert (code, out) == (0, f"{file}\n"), err
     result = load_calibration(file)
     assert all(getattr(result.efficiency, name) > 0 for name in ("training", "scoring", "sampling"))

@@ -27,8 +27,8 @@ def plan(model: str, device: str, layout: ParallelLayout) -> CapacityPlan:
 def test_what_is_found_fits_and_more_does_not() -> None:
     fits = find_fits(plan("Qwen3-8B", "RTX-4090", ParallelLayout(1)), 4096)
     assert [fit.option for fit in fits] == [
-        "--gradient-checkpointing --micro-tokens 4096 --lora rank=16",
-        "--gradient-checkpointing --micro-tokens 4096 --lora rank=16,bits=4",
+        "--learner.gradient-checkpointing --learner.micro-tokens 4096 --learner.lora rank=16",
+        "--learner.gradient-checkpointing --learner.micro-tokens 4096 --learner.lora rank=16,bits=4",
     ]
     for fit in fits:
         assert fit.plan.fits
@@ -54,7 +54,7 @@ def test_segments_hold_longer_texts_and_smaller_optimizers_larger_groups() -> No
     assert whole.context < cut.context < small.context
     assert whole.group_at_context <= cut.group_at_context < small.group_at_context
     assert cut.plan.layout.micro_tokens == 4096 < cut.context
-    assert small.option.endswith("--optimizer adamw8bit --masters none")
+    assert small.option.endswith("--optimizer.name adamw8bit --optimizer.masters none")
     away = fits["what is left of the optimizer's state in the host's memory"]
     assert small.context < away.context
     assert fits["train adapters"].plan.layout.optimizer == ParallelLayout(1).optimizer
@@ -73,20 +73,22 @@ def test_several_devices_divide_a_text_or_read_it_in_segments() -> None:
         fits[key]
         for key in ("recompute activations", "divide each text between 6 devices", "read longer texts in segments")
     )
-    assert divided.option == "--gradient-checkpointing --context-parallel 6"
+    assert divided.option == "--learner.gradient-checkpointing --learner.context-parallel 6"
     assert divided.plan.layout.context_parallel == 6
     assert "context" not in cut.option
     assert cut.context < recomputed.context < divided.context  # a text's keys and values have gradients in float32
-    assert fits["train adapters"].option == "--gradient-checkpointing --lora rank=16"
+    assert fits["train adapters"].option == "--learner.gradient-checkpointing --learner.lora rank=16"
     given = find_fits(CapacityPlan(request, ParallelLayout(12, context_parallel=2)), 4096)
-    assert not any("--context-parallel" in fit.option or "--micro-tokens" in fit.option for fit in given)
+    assert not any(
+        "--learner.context-parallel" in fit.option or "--learner.micro-tokens" in fit.option for fit in given
+    )
     assert not any("divide" in fit.description for fit in find_fits(CapacityPlan(request, ParallelLayout(1)), 4096))
 
 
 def test_the_command_divides_texts_as_the_plan_does(run_command: Any) -> None:
     argv = ("plan", "grpo", "--model", "Qwen3-8B", "--gpus", "A100-80:8", "--fit", "--context", "32768", "--json")
     told = json.loads(run_command(*argv)[1])
-    (command,) = [fit["command"] for fit in told["fits"] if "--context-parallel" in fit["option"]]
+    (command,) = [fit["command"] for fit in told["fits"] if "--learner.context-parallel" in fit["option"]]
     options = shlex.split(command)[2:]
     code, out, err = run_command("train", *options, "--learner.device", "cuda", "--dry-run")
     assert code == 0, err
@@ -128,11 +130,14 @@ def test_the_command_is_one_of_train(run_command: Any) -> None:
     ("options", "expected"),
     [
         (
-            ["--optimizer", "adamw8bit", "--masters", "none", "--offload", "always"],
+            ["--optimizer.name", "adamw8bit", "--optimizer.masters", "none", "--offload", "always"],
             ["optimizer.name", "optimizer.masters"],
         ),
-        (["--engine", "--offload", "sampling"], ["sampler.colocate", "learner.offload", "sampler.max-concurrency"]),
-        (["--engine", "--beside", "--lora", "rank=8"], ["sampler.gpu-memory", "learner.lora"]),
+        (
+            ["--sampler.engine", "vllm", "--offload", "sampling"],
+            ["sampler.colocate", "learner.offload", "sampler.max-concurrency"],
+        ),
+        (["--sampler.engine", "vllm", "--beside", "--learner.lora", "rank=8"], ["sampler.gpu-memory", "learner.lora"]),
     ],
 )
 def test_the_command_has_every_option_that_the_plan_was_made_with(

@@ -107,11 +107,17 @@ def test_what_is_away_while_sampling_is_there_while_learning() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": OptimizerState(masters="none"), "dtype": "fp32"}, "--masters none is for weights in bf16"),
-        ({"optimizer": OptimizerState(masters="none"), "adapter_rank": 8}, "--masters none is for weights in bf16"),
+        (
+            {"optimizer": OptimizerState(masters="none"), "dtype": "fp32"},
+            "--optimizer.masters none is for weights in bf16",
+        ),
+        (
+            {"optimizer": OptimizerState(masters="none"), "adapter_rank": 8},
+            "--optimizer.masters none is for weights in bf16",
+        ),
         (
             {"gpus": 2, "optimizer": OptimizerState(offload="sampling")},
-            "--offload sampling is for a learner in one process",
+            "--learner.offload is for a learner in one process",
         ),
         ({"gpus": 3, "context_parallel": 2}, "does not divide the 3 learning devices"),
     ],

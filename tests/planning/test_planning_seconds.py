@@ -254,7 +254,7 @@ def test_devices_by_name() -> None:
         ({"gpus": 4, "samplers": 3, "tensor_parallel": 2}, "does not divide the 3 sampling devices"),
         ({"gpus": 1, "dtype": "fp8"}, "one of bf16, fp32"),
         ({"gpus": 1, "max_staleness": -1}, "at least 0"),
-        ({"gpus": 1, "micro_tokens": 0}, "--micro-tokens must be at least 1"),
+        ({"gpus": 1, "micro_tokens": 0}, "--learner.micro-tokens must be at least 1"),
     ],
 )
 def test_layouts_that_cannot_be(values: dict[str, object], message: str) -> None:

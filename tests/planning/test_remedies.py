@@ -59,7 +59,7 @@ def test_every_change_takes_less_and_the_last_fits(model: str, layout: ParallelL
 
 def test_in_their_order() -> None:
     ways = suggest_changes(plan("Qwen3-8B", ParallelLayout(8)))
-    assert ways[0].option == "--gradient-checkpointing"
+    assert ways[0].option == "--learner.gradient-checkpointing"
     assert ways[0].plan.layout.checkpointing
     assert ways[-1].plan.fits
 
@@ -83,7 +83,7 @@ def test_a_division_is_proposed_only_where_it_fits(model: str, gpus: int) -> Non
     assert divided
     assert all(way.plan.fits and way.plan.step_seconds < 1800 for way in divided)
     assert ways[-1].plan.fits
-    assert any(way.option.startswith("--engine") for way in ways)
+    assert any(way.option.startswith("--sampler.engine vllm") for way in ways)
 
 
 def test_where_nothing_is_enough_it_says_so() -> None:

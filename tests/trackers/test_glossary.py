@@ -75,7 +75,7 @@ def test_show_explains_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
     message = capsys.readouterr().out
     assert "nats per token" in message
     assert "Moves" in message
-    with pytest.raises(pg.ConfigError, match="there is no algorithm, part, metric or benchmark 'entropi'"):
+    with pytest.raises(pg.ConfigError, match="there is no algorithm, part, reward, metric or benchmark 'entropi'"):
         show(["entropi"])
 
 

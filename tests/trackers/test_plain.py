@@ -74,6 +74,22 @@ def test_phases_are_printed_once_not_at_every_step():
     assert stream.getvalue().count("sampling") == stream.getvalue().count("updating") == 1
 
 
+def test_a_wait_is_one_line_for_its_state_not_for_each_number():
+    stream, now = io.StringIO(), [0.0]
+    tracker = PlainTracker(stream, clock=lambda: now[0])
+    for left in range(13, 0, -1):
+        now[0] += 5.0
+        tracker.phase(f"waiting for {left} programs (agent.py)", 13 - left, 13)
+    tracker.phase("waiting for 2 programs (other-7b.py)")
+    tracker.phase("evaluating math500")
+    tracker.phase("evaluating math100")
+    assert stream.getvalue().splitlines() == [
+        "waiting for 13 programs (agent.py)",
+        *("  4/13", "  8/13", "  12/13"),
+        *("waiting for 2 programs (other-7b.py)", "evaluating math500", "evaluating math100"),
+    ]
+
+
 def test_time_left_follows_the_token_budget_if_it_ends_first():
     clock, stream = Clock(), io.StringIO()
     budgeted(PlainTracker(stream, clock), clock)

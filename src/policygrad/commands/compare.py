@@ -66,12 +66,13 @@ from policygrad.compare.report import (
     too_few_seeds,
 )
 from policygrad.compare.runner import AXES, ComparisonRun, SubprocessRunner
+from policygrad.compare.variations import vary_row
 from policygrad.errors import ConfigError, RunError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
 from policygrad.training.config.option_checks import check_folders
 from policygrad.training.config.optional_arg import optional_arg
-from policygrad.training.config.run import Run, RunOptions
+from policygrad.training.config.run import Run, RunOptions, find_idle_settings
 from policygrad.training.config.trust import (
     CodePermissions,
     code_in_argv,
@@ -105,6 +106,35 @@ class RowRequest:
     change: str = ""
 
 
+def vary_rows(specs: Sequence[str], vary: Sequence[str], lr_grid: str) -> list[str]:
+    """Return the only row once for each combination of the values that --vary names, labelled by what differs."""
+    from policygrad.commands.train import get_switches
+
+    if len(specs) != 1:
+        raise ConfigError(
+            f"--vary changes options of one row, and there are {len(specs)}: name one algorithm, 'policygrad compare grpo --vary …'"
+        )
+    label, first, *words = _parse_spec(specs[0])
+    rows = vary_row((first, *words), vary, get_switches())
+    if lr_grid and any("--lr" in option_names(row.argv) for row in rows):
+        raise ConfigError("--vary lr leaves nothing for --lr-grid to choose: give only one of them")
+    prefix = "" if label == first.rpartition(":")[2] else f"{label}+"
+    return [shlex.join((f"{prefix}{row.label}={row.argv[0]}", *row.argv[1:])) for row in rows]
+
+
+def _parse_spec(spec: str) -> list[str]:
+    """Return label, algorithm and options of `grpo`, `LABEL=grpo`, `LABEL=grpo --options` or `mine.py:ALGORITHM`."""
+    words = _split_words(spec, f"the row {spec!r}")
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"a row must be an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
+    label, equals, first = words[0].partition("=")
+    if not equals:
+        label, first = words[0].rpartition(":")[2], words[0]
+    if not LABEL_PATTERN.fullmatch(label):
+        raise ConfigError(f"the label {label!r} of the row {spec!r} names a folder: use letters, digits and . _ + -")
+    return [label, first, *words[1:]]
+
+
 def build_rows(
     specs: Sequence[str],
     ladder: Ladder | None,
@@ -118,18 +148,9 @@ def build_rows(
 ) -> tuple[ComparisonRow, ...]:
     """Build the rows of a plan. Precedence: ladder setting < override < common options < the row < options of the row."""
     request = [RowRequest(*rung) for rung in ladder.rows()] if ladder else []
-    for spec in specs:  # grpo, LABEL=grpo, LABEL=grpo --options or mine.py:ALGORITHM
-        words = _split_words(spec, f"the row {spec!r}")
-        if not words or words[0].startswith("-"):
-            raise ConfigError(f"a row must be an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
-        label, equals, first = words[0].partition("=")
-        if not equals:
-            label, first = words[0].rpartition(":")[2], words[0]
-        if not LABEL_PATTERN.fullmatch(label):
-            raise ConfigError(
-                f"the label {label!r} of the row {spec!r} names a folder: use letters, digits and . _ + -"
-            )
-        request.append(RowRequest(label, (first, *words[1:])))
+    for spec in specs:
+        label, *argv_of_row = _parse_spec(spec)
+        request.append(RowRequest(label, tuple(argv_of_row)))
     labels = [row.label for row in request]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ConfigError(f"two rows are called {twice[0]!r}: give one another name, 'LABEL={twice[0]} …'")
@@ -212,7 +233,21 @@ def resolve_row(label: str, argv: Sequence[str]) -> Run:
         run, _ = parse_run([*argv])
     except ConfigError as error:
         raise ConfigError(f"the row {label}: {error}") from error
+    except SystemExit as end:  # the parser has said what is wrong
+        if not end.code:
+            raise
+        raise ConfigError(f"the row {label}: train does not take these options: {shlex.join(argv[1:])}") from end
     return run.resolve()
+
+
+def describe_idle_rows(plan: ComparisonPlan) -> list[str]:
+    """Return which settings of rows can have no effect, with the rows that have them."""
+    rows = dict[str, list[str]]()
+    for row, run in zip(plan.rows, resolve_rows(plan), strict=True):
+        for text in find_idle_settings(run):
+            if " no effect: " in text:
+                rows.setdefault(text, []).append(row.label)
+    return [f"{', '.join(labels)}: {text}" for text, labels in rows.items()]
 
 
 def resolve_rows(plan: ComparisonPlan) -> list[Run]:
@@ -275,12 +310,13 @@ HELP = (
     "tokens, updates and seconds.",
     "ROW is an algorithm that `policygrad train` takes, or, in quotes, LABEL=ALGORITHM with options of train: "
     "'tight=grpo --algorithm.gate.high 0.1'. Options after a -- apply to every run: -- --task embedded_steps --max-tokens 24",
+    "--vary lr=1e-6,1e-5 --vary algorithm.gate.high=0.2,0.28 makes a row of each combination, for one ROW.",
     "Every run is a process with its own log in the comparison's folder, next to comparison.html, comparison.json and plan.json. "
     "Ctrl-C ends runs after the current step; --resume continues.",
 )
 
 
-PLAN_OPTIONS = ("ladder", "tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
+PLAN_OPTIONS = ("ladder", "tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "vary", "options", "no_overrides")
 """Options that are part of the plan."""
 
 
@@ -304,6 +340,8 @@ class CompareOptions:
     """The same for rows with a trust region instead of a learning rate: radii δ in nats per token."""
     tuning_seeds: int = 2
     """Number of seeds for the grids, which are never reported."""
+    vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], optional_arg("OPTION=VALUE,…", "none")] = ()
+    """A grid over an option of train, of one ROW: lr=1e-6,1e-5; can be repeated, and each combination of values is a row."""
     options: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], optional_arg("LABEL='--…'", "none")] = ()
     """Options of train for one row; can be repeated."""
     no_overrides: bool = False
@@ -425,9 +463,12 @@ def compare(args: list[str]) -> int:
             raise ConfigError(
                 "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
             )
+        if options.vary and ladder is not None:
+            raise ConfigError("--vary changes options of one row, and --ladder names its own: give only one of them")
+        specs = vary_rows(options.rows, options.vary, options.lr_grid) if options.vary else options.rows
         plan = ComparisonPlan(
             rows=build_rows(
-                options.rows,
+                specs,
                 ladder,
                 common,
                 options.options,
@@ -454,6 +495,8 @@ def compare(args: list[str]) -> int:
         else:
             print(f"{options.preregister}\nsha256 {sha256}\ndate   {written.date}")
         return 0
+    for text in describe_idle_rows(plan):
+        _say(f"note: {text}")
     if options.dry_run:
         if options.json:
             print_json({"commands": list_commands(plan)})

@@ -126,9 +126,11 @@ def generate_script(shell: str) -> str:
     part_flags = (flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a)))
     options["train"] = list(dict.fromkeys([*options["train"], *FIELD_FLAGS.values(), *part_flags]))
     options["compare"] += ALGORITHMS
-    options["show"] = [*ALGORITHMS, *list_parts(), *load_benchmarks()]
+    rewards = [name.rstrip(":") for name in list_rewards()]
+    options["show"] = [*dict.fromkeys([*ALGORITHMS, *list_parts(), *rewards, *load_benchmarks()])]
     arguments = {  # words that a command accepts as its first argument
         "train": list(ALGORITHMS),
+        "init": list(ALGORITHMS),
         "plan": list(ALGORITHMS),
         "eval": list(EMBEDDED_MODELS),
         "engine": [*ENGINES, "check"],

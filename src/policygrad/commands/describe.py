@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from importlib import import_module
 from typing import Any
 
 import policygrad
@@ -22,16 +23,19 @@ from policygrad.commands.render import (
     shorten_number,
 )
 from policygrad.commands.styled import HEAD, NAME, QUIET, TextRow
+from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm, append_link
 from policygrad.core.base import Advantage, Part
 from policygrad.core.gates import Clip
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
-from policygrad.tasks.benchmarks import Benchmark
+from policygrad.rewards.resolve import REWARDS, list_rewards
+from policygrad.tasks.benchmarks import Benchmark, load_benchmarks
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
     list_parts,
     load_algorithm,
+    parse_part,
     suggest_name,
 )
 from policygrad.utils.plugins import list_plugin_names
@@ -40,6 +44,8 @@ from policygrad.utils.user_code import find_assignment, find_definition, import_
 
 def resolve_subject(name: str) -> Any:
     """Return a user's own algorithm, part or class of a part. Raises ConfigError for any other name."""
+    if name.endswith(")"):
+        return parse_part(None, name, "show", "part")
     if is_user_reference(name):
         custom = load_object(name, f"show {name}", (Algorithm, type))
         if isinstance(custom, Algorithm):
@@ -52,9 +58,15 @@ def resolve_subject(name: str) -> Any:
         if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
             raise ConfigError(f"show {name}: {problem}")
         return custom
-    hint = suggest_name(name, [*ALGORITHMS, *list_plugin_names("algorithm"), *list_parts()])
+    if name in LADDERS:
+        raise ConfigError(
+            f"{name!r} is a ladder of changes: policygrad compare --ladder {name} --dry-run lists its rows"
+        )
+    rewards = [reward.rstrip(":") for reward in list_rewards()]
+    known = [*ALGORITHMS, *list_plugin_names("algorithm"), *list_parts(), *rewards, *load_benchmarks(), *LADDERS]
+    hint = suggest_name(name, known)
     hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
-    raise ConfigError(f"there is no algorithm, part, metric or benchmark {name!r}: {hint}")
+    raise ConfigError(f"there is no algorithm, part, reward, metric or benchmark {name!r}: {hint}")
 
 
 def describe_subject(subject: Any, name: str) -> list[TextRow]:
@@ -119,6 +131,8 @@ def group_by_family() -> dict[str, list[str]]:
     return {name: members for name, members in result.items() if members}
 
 
+REWARD_OPTIONS = {"format": "REGEX", "model": "DIR|ID"}
+"""What follows the colon of a reward whose reader has no docstring about it."""
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
 
 
@@ -178,6 +192,22 @@ def list_everything() -> list[TextRow]:
             text = summarise_docstring(getattr(policygrad, name))[0]
             sentence = re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".")
             rows.append(TextRow(((f"    {name:<{longest}}", NAME),), sentence))
+    rows += [
+        TextRow(()),
+        TextRow((("Rewards", HEAD), ("  policygrad show REWARD, policygrad train … --reward REWARD", QUIET))),
+    ]
+    rows.append(TextRow((("    ", ""),), ", ".join(list_rewards()), NAME))
+    rows += [
+        TextRow(()),
+        TextRow((("Benchmarks", HEAD), ("  policygrad show BENCHMARK, … --evaluation.benchmarks", QUIET))),
+    ]
+    rows.append(TextRow((("    ", ""),), ", ".join(load_benchmarks()), NAME))
+    rows += [TextRow(()), TextRow((("Ladders of changes", HEAD), ("  policygrad compare --ladder LADDER", QUIET)))]
+    rows.append(TextRow((("    ", ""),), ", ".join(LADDERS), NAME))
+    rows.append(TextRow(()))
+    rows.append(
+        TextRow((("Metrics", HEAD), ("  policygrad show METRIC, such as kl; docs/metrics.md lists them", QUIET)))
+    )
     hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
     return [*rows, TextRow(()), TextRow(((hint, QUIET),))]
 
@@ -193,6 +223,50 @@ def _describe_settings(kind: type, built: Any) -> Iterator[TextRow]:
     name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
     for setting, signature in named:
         yield TextRow(((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", "")), docs.get(setting, ""))
+
+
+def describe_reward(name: str) -> list[TextRow]:
+    """Describe a reward of policygrad's own: how it is named, its options, and what it scores."""
+    row, text = REWARDS[name], _read_reward_doc(name)
+    rows = [TextRow(((name, NAME), ("  a reward", QUIET))), TextRow(())]
+    if not row.needs_options:
+        rows.append(TextRow(((f"  --reward {name}", NAME),)))
+    if row.options:
+        rows.append(TextRow(((f"  --reward '{name}:{_read_reward_options(name)}'", NAME),)))
+    rows.append(TextRow(()))
+    for paragraph in text.split("\n\n"):
+        rows += [TextRow((("  ", ""),), " ".join(paragraph.split())), TextRow(())]
+    more = "weights, bounds and gates: --reward '0.5*math within 0..1 if format'; your own: --reward mine.py:function"
+    return [*rows, TextRow(((more, QUIET),))]
+
+
+def reward_to_dict(name: str) -> dict[str, Any]:
+    """Return the object that `show --json` prints about a reward."""
+    row = REWARDS[name]
+    options = _read_reward_options(name) if row.options else ""
+    return {
+        "kind": "reward",
+        "name": name,
+        "text": _read_reward_doc(name),
+        "options": options,
+        "needs_options": row.needs_options,
+    }
+
+
+def _read_reward_doc(name: str) -> str:
+    row = REWARDS[name]
+    where = row.plain or re.sub(r"(:\w+)\.\w+$", r"\1", row.options)  # of the class that makes it
+    return inspect.getdoc(load_object(where, f"reward {name!r}")) or ""
+
+
+def _read_reward_options(name: str) -> str:
+    """Return what may follow the colon, from the docstring of what reads it; "…" if that does not say."""
+    module, _, path = REWARDS[name].options.partition(":")
+    reader: Any = import_module(module)
+    for attribute in path.split("."):
+        reader = getattr(reader, attribute)
+    found = re.findall(r"`([^`]+)`", inspect.getdoc(reader) or "") if not isinstance(reader, type) else []
+    return found[0] if found else REWARD_OPTIONS.get(name, "…")
 
 
 def describe_benchmark(benchmark: Benchmark) -> list[TextRow]:

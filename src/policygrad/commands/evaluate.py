@@ -41,7 +41,7 @@ from policygrad.tasks.benchmarks import (
     load_benchmarks,
     parse_benchmarks,
 )
-from policygrad.trackers.console import format_number, strip_control_chars, to_one_line
+from policygrad.trackers.console import format_number, name_state, strip_control_chars, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
 from policygrad.training.best_model import BEST
 from policygrad.training.config.evaluation import EvaluationConfig
@@ -515,8 +515,8 @@ class ProgressLines:
             print(f"\r  {self.model} {benchmark.key} {done}/{total} problems", end=end, file=sys.stderr, flush=True)
 
     def wait(self, text: str, done: int, total: int) -> None:
-        if text not in self.waits:
-            self.waits.add(text)
+        if (state := name_state(text)) not in self.waits:
+            self.waits.add(state)
             print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
 
 

@@ -32,7 +32,7 @@ MAIN_OPTIONS = {  # command -> heading -> flags; of a long page without an entry
         "Measurements": "--evaluation.problems --evaluation.every --evaluation.benchmarks --track --json",
     }
 }
-_NO_DEFAULT = (
+NO_DEFAULT = (
     "(default: none)",
     "(default: None)",
     "(default: '')",
@@ -142,6 +142,19 @@ def list_command_flags(command: str) -> list[str]:
     return [] if page is None else list_flags(page)
 
 
+def find_parts_with(flag: str) -> tuple[str, list[str]]:
+    """Return (field, parts of policygrad's own) that have a flag: of --algorithm.terms.entropy.eta, terms and Entropy."""
+    place, _, name = flag.removeprefix(f"--{ALGORITHM}.").rpartition(".")
+    stored = _load_stored()
+    kinds = dict.fromkeys(row[place][0] for row in stored["rows"].values() if place in row)
+    having = [
+        kind.partition(" ")[0]
+        for kind in kinds
+        if any(option == name for option, *_ in stored["parts"][kind]["options"])
+    ]
+    return place.partition(".")[0], list(dict.fromkeys(having))
+
+
 def format_help(page: Page, topic: str | None) -> list[TextRow]:
     """Format the main options, or one section, or all. Raises ConfigError for a section that the page does not have."""
     if topic is not None and topic != ALL:
@@ -167,7 +180,7 @@ def _format_main(page: Page) -> Iterator[TextRow]:
         for name in names.split():
             option = by_name[name]
             text = re.split(r"(?<=[\w)\]])\.(?=\s)", option.text, maxsplit=1)[0].rstrip(".") + "."
-            default = "" if option.default in _NO_DEFAULT else option.default
+            default = "" if option.default in NO_DEFAULT else option.default
             yield from _format_option(replace(option, flags=option.flags[:1], text=text, default=default))
 
 

@@ -48,7 +48,7 @@ class CommandOptions:
     """Options of the command that are not part of the run itself."""
 
     config: Annotated[str | None, optional_arg("FILE", "none")] = None
-    """A TOML file of options, such as the one in a run's folder; flags take precedence over it."""
+    """A TOML or YAML file of options, such as a run's own or what `policygrad init` prints; flags take precedence over it."""
     resume: Annotated[str | None, optional_arg("RUN", "none")] = None
     """Resume the run in this folder from its newest intact checkpoint; with another --output, in a copy there."""
     stop_after: Annotated[int | None, optional_arg("INT", "none")] = None
@@ -322,7 +322,7 @@ def merge_repeated_flags(args: list[str], *flags: str) -> list[str]:
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:
-    """Apply and remove every `--algorithm.FIELD Part[,Part…]`; `none` leaves a field empty."""
+    """Apply and remove every `--algorithm.FIELD Part[,Part…]`, each with settings or without; `none` leaves a field empty."""
     remaining: list[str] = []
     changes: dict[str, Any] = {}
     pending = iter(args)
@@ -336,11 +336,19 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         if not value or value.startswith("-"):
             raise ConfigError(f"{flag} needs the name of a part, or none")
         several = isinstance(getattr(base, key), tuple)
-        parts = [] if several and value == "none" else value.split(",")
+        parts = [] if several and value == "none" else _split_parts(value)
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
         base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
     return base, remaining
+
+
+def _split_parts(text: str) -> list[str]:
+    if "(" not in text:
+        return text.split(",")
+    from policygrad.training.config.part_text import split_parts
+
+    return split_parts(text)
 
 
 def build_option_type(chosen: Algorithm) -> type:

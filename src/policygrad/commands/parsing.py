@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import tyro
@@ -17,6 +17,7 @@ from policygrad.commands.help import (
     Page,
     Section,
     find_help_flag,
+    find_parts_with,
     list_command_flags,
     list_flags,
     read_topic,
@@ -56,19 +57,30 @@ def parse_arguments(
                 **settings,
             )
     except SystemExit as end:
-        if end.code and (hint := describe_options_elsewhere(args, command)):
+        own = list_flags(read_page(kind, command, *texts, **settings)) if end.code else []
+        if end.code and (hint := describe_options_elsewhere(args, command, own)):
             print(hint, file=sys.stderr)
             end.add_note(hint)
         raise
     return options
 
 
-def describe_options_elsewhere(args: Sequence[str], command: str) -> str:
-    """Return which other commands have the options that this one lacks; empty if none has."""
+def describe_options_elsewhere(args: Sequence[str], command: str, own: Collection[str]) -> str:
+    """Return which other commands, or parts of an algorithm, have the options that this one lacks; empty if none has.
+
+    Args:
+        own: The command's options; of train, those of the algorithm.
+    """
     given = {word.partition("=")[0] for word in args if re.match(r"--[a-z]", word)}
-    unknown = sorted(given - {*list_command_flags(command.partition(" ")[0])})
+    unknown = sorted(given - {*own})
     lines = []
     for flag in unknown:
+        field, parts = find_parts_with(flag) if command == "train" else ("", [])
+        if parts:
+            lines.append(
+                f"{flag} is an option of {' and of '.join(parts)}, which this algorithm does not have: --algorithm.{field} "
+                f"{parts[0]} puts it in"
+            )
         names = [name for name in MAIN_COMMANDS if name != command and flag in list_command_flags(name)]
         if names:
             lines.append(f"{flag} is an option of {', '.join(f'`policygrad {name}`' for name in names)}")

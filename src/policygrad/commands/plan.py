@@ -20,7 +20,7 @@ from policygrad.commands.styled import HEAD, NAME, QUIET, StyledLine, get_termin
 from policygrad.errors import ConfigError
 from policygrad.learners.optimizers import ADAMW
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
-from policygrad.planning.fit import Fit, choose_fit, find_fits
+from policygrad.planning.fit import choose_fit, find_fits
 from policygrad.planning.hardware import DEVICES, Efficiency, load_calibration, parse_devices
 from policygrad.planning.model_shapes import load_shape
 from policygrad.planning.planner import (
@@ -45,6 +45,8 @@ from policygrad.planning.render import (
     render_plan_page,
 )
 from policygrad.planning.shapes import CountedShape
+from policygrad.samplers.config import LOCAL
+from policygrad.samplers.engines.registry import ENGINES
 from policygrad.training.config.optional_arg import optional_arg
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Estimate memory, time and cost of a run from its model's shape, a device's published figures and stated assumptions, without "
-    "loading a model. If the run does not fit, suggest what to change.",
+    "loading a model. If the run does not fit, suggest what to change. The last line is the command of train.",
     "The first argument may name the algorithm, as for train: policygrad plan grpo --model Qwen3.5-35B-A3B --gpus H200:64.",
     "--fit finds the longest text and the largest group that fit instead, and prints the command of train: policygrad plan grpo "
     "--model Qwen3.5-4B --gpus RTX-4090 --fit.",
@@ -75,6 +77,8 @@ class PlanOptions:
     """Maximum tokens of a prompt and its completion together."""
     prompt: int = 256
     """Mean tokens of a prompt."""
+    max_tokens: Annotated[int | None, optional_arg("INT", "what --context leaves after --prompt")] = None
+    """Maximum sampled tokens per completion, in place of --context."""
     completion: Annotated[int | None, optional_arg("INT", "a third of what the context leaves")] = None
     """Mean tokens of a completion."""
     prompts_per_step: int = 64
@@ -85,28 +89,48 @@ class PlanOptions:
     """Rollouts by which samplers may be ahead; above 0, samplers have devices of their own."""
     samplers: Annotated[int | None, optional_arg("INT", "the best number with --max-staleness, else none")] = None
     """Devices that only sample."""
+    sampler_engine: Annotated[str, tyro.conf.arg(name="sampler.engine", metavar="|".join((LOCAL, *ENGINES)))] = LOCAL
+    """An engine samples and holds the policy; with local every learner also keeps the full policy."""
     engine: bool = False
-    """An engine samples (--sampler.engine of train) and holds the policy; without it every learner also keeps the full policy."""
+    """Short for --sampler.engine vllm."""
     beside: bool = False
-    """An engine on the learners' devices keeps its memory while they learn, instead of sleeping (--sampler.colocate of train)."""
+    """An engine on the learners' devices keeps its memory while they learn, instead of sleeping (without --sampler.colocate)."""
     tensor_parallel: int = 1
     """Devices per sampler."""
-    dtype: Annotated[str | None, optional_arg("bf16|fp32", "bf16, on a cpu, T4 or M4-Max fp32")] = None
+    dtype: Annotated[
+        str | None,
+        tyro.conf.arg(name="learner.dtype", aliases=("--dtype",)),
+        optional_arg("bf16|fp32", "bf16, on a cpu, T4 or M4-Max fp32"),
+    ] = None
     """Compute precision."""
-    lora: Annotated[str, tyro.conf.arg(metavar="SETTINGS")] = ""
-    """Train adapters, as --learner.lora of train: rank=16,targets=all-linear, and bits=4 for frozen weights in four bits."""
-    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = ADAMW
-    """Optimizer, as --optimizer.name of train: adamw, adamw8bit, muon, sgd."""
-    masters: Annotated[str, tyro.conf.arg(metavar="fp32|none")] = "fp32"
-    """What bf16 weights are trained on, as --optimizer.masters of train."""
+    lora: Annotated[str, tyro.conf.arg(name="learner.lora", aliases=("--lora",), metavar="SETTINGS")] = ""
+    """Train adapters: rank=16,targets=all-linear, and bits=4 for frozen weights in four bits."""
+    optimizer: Annotated[str, tyro.conf.arg(name="optimizer.name", aliases=("--optimizer",), metavar="NAME")] = ADAMW
+    """Optimizer: adamw, adamw8bit, muon, sgd."""
+    masters: Annotated[str, tyro.conf.arg(name="optimizer.masters", aliases=("--masters",), metavar="fp32|none")] = (
+        "fp32"
+    )
+    """What bf16 weights are trained on."""
+    learner_offload: Annotated[bool, tyro.conf.arg(name="learner.offload")] = False
+    """Moments and masters are in the host's memory while completions are sampled."""
+    optimizer_offload: Annotated[bool, tyro.conf.arg(name="optimizer.offload")] = False
+    """They are there always."""
     offload: Annotated[str, tyro.conf.arg(metavar="none|sampling|always")] = "none"
-    """When moments and masters are in the host's memory: sampling = --learner.offload of train, always = --optimizer.offload."""
-    gradient_checkpointing: bool = False
+    """The same in a word: sampling = --learner.offload, always = --optimizer.offload."""
+    gradient_checkpointing: Annotated[
+        bool, tyro.conf.arg(name="learner.gradient-checkpointing", aliases=("--gradient-checkpointing",))
+    ] = False
     """Recompute activations in the backward pass."""
-    micro_tokens: Annotated[int | None, optional_arg("INT", f"{MICRO_TOKENS}, on a cpu {MICRO_TOKENS_CPU}")] = None
+    micro_tokens: Annotated[
+        int | None,
+        tyro.conf.arg(name="learner.micro-tokens", aliases=("--micro-tokens",)),
+        optional_arg("INT", f"{MICRO_TOKENS}, on a cpu {MICRO_TOKENS_CPU}"),
+    ] = None
     """Tokens per forward and backward pass; a single learner reads longer texts in segments."""
-    context_parallel: int = 1
-    """Learners that share each text, as --learner.context-parallel of train."""
+    context_parallel: Annotated[
+        int, tyro.conf.arg(name="learner.context-parallel", aliases=("--context-parallel",))
+    ] = 1
+    """Learners that share each text."""
     decode_rows: int = 512
     """Maximum completions that a sampler generates at once."""
     steps: int = 1000
@@ -128,9 +152,29 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
-        if self.beside and not self.engine:
-            raise ConfigError("--beside says where an engine keeps its memory: add --engine, or leave it out")
+            raise ConfigError(f"--learner.dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
+        if self.beside and not self.has_engine:
+            raise ConfigError(
+                "--beside says where an engine keeps its memory: add --sampler.engine vllm, or leave it out"
+            )
+        if self.sampler_engine not in (LOCAL, *ENGINES):
+            raise ConfigError(
+                f"--sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.sampler_engine!r}"
+            )
+        if self.learner_offload and self.optimizer_offload:
+            raise ConfigError("--optimizer.offload does all that --learner.offload does: leave one of them out")
+        if self.offload != "none" and (self.learner_offload or self.optimizer_offload):
+            raise ConfigError(
+                "--offload is the same in a word as --learner.offload and --optimizer.offload: give one of them"
+            )
+        if self.max_tokens is not None:
+            if self.context != PlanOptions.context:
+                raise ConfigError(
+                    "--context is --prompt and --max-tokens together: give one of --context and --max-tokens"
+                )
+            if self.max_tokens < 1:
+                raise ConfigError(f"--max-tokens must be at least 1, not {self.max_tokens}")
+            object.__setattr__(self, "context", self.prompt + self.max_tokens)
         check_at_least_1(self, "steps")
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
@@ -139,6 +183,16 @@ class PlanOptions:
                 f"--context {self.context} leaves no room for a completion after prompts of {self.prompt} tokens. Raise it, or "
                 "lower --prompt."
             )
+
+    @property
+    def has_engine(self) -> bool:
+        """True if an engine samples."""
+        return self.engine or self.sampler_engine != LOCAL
+
+    @property
+    def offload_state(self) -> str:
+        """When moments and masters are in the host's memory: none, sampling, always."""
+        return "sampling" if self.learner_offload else "always" if self.optimizer_offload else self.offload
 
 
 class PlanOutput(TypedDict):
@@ -155,6 +209,8 @@ class PlanOutput(TypedDict):
     """The same for other numbers of devices."""
     changes: list[Mapping[str, Any]]
     """The same for changed options, with `option` and `description`."""
+    command: str | None
+    """The command of train of the plan, or of the last change; null = neither fits."""
 
 
 class FitOutput(TypedDict):
@@ -211,10 +267,15 @@ def plan(args: list[str]) -> int:
     if options.output is not None:
         write_text_file(options.output, render_plan_page(report), "--output")
         print(options.output, file=sys.stderr)
+    fitting = next((p for p in (result, *(change.plan for change in report.changes[::-1])) if p.fits), None)
+    command = None if fitting is None else write_train_command(fitting, options)
     if options.json:
-        print_json(report.to_dict())
-    else:
-        print_lines(format_plan(report, get_terminal_width()))
+        print_json({**report.to_dict(), "command": command})
+        return 0
+    print_lines(format_plan(report, get_terminal_width()))
+    if command is not None:
+        changed = "" if fitting is result else "  # with the changes above"
+        print(f"\n{command}{changed}")
     return 0
 
 
@@ -227,7 +288,7 @@ def print_fit(options: PlanOptions) -> int:
         )
     plan = make_plan(options)
     fits = find_fits(plan, options.context, micro_tokens=options.micro_tokens)
-    commands = [write_train_command(fit, options) for fit in fits]
+    commands = [write_train_command(fit.plan, options) for fit in fits]
     chosen = choose_fit(fits, options.context)
     command = None if chosen is None else commands[fits.index(chosen)]
     if options.json:
@@ -259,28 +320,32 @@ def print_fit(options: PlanOptions) -> int:
     return 0
 
 
-def write_train_command(fit: Fit, options: PlanOptions) -> str:
-    """Return the command of train with what fits."""
+def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
+    """Return the command of train for a plan that fits."""
     from policygrad.samplers.engines.registry import list_engines
 
-    request, layout = fit.plan.request, fit.plan.layout
+    request, layout = plan.request, plan.layout
     shape, work, state = request.shape, request.workload, layout.optimizer
     path = Path(options.model).expanduser()
     model = shape.hub or (str(path.parent) if path.is_file() else options.model)
     argv = ["policygrad", "train", request.algorithm.name, "--model", model]
     argv += ["--prompts-per-step", str(work.prompts), "--samples-per-prompt", str(work.samples_per_prompt)]
     argv += ["--max-tokens", str(work.max_completion_tokens)]
-    if layout.keeps_full_policy:
+    engine = list_engines(lambda kind: kind.can_sleep)[0] if options.sampler_engine == LOCAL else options.sampler_engine
+    if layout.is_disaggregated:
+        servers = layout.sampling_devices // layout.tensor_parallel
+        argv += ["--max-staleness", str(layout.max_staleness), "--sampler.engine", engine]
+        argv += ["--sampler.servers", str(servers), "--sampler.max-concurrency", str(layout.decode_rows)]
+    elif layout.keeps_full_policy:
         argv += ["--decode-rows", str(layout.decode_rows)]
     else:
-        share = 1.0 if layout.engine_sleeps else fit.plan.engine_bytes / request.device.memory
+        share = 1.0 if layout.engine_sleeps else plan.engine_bytes / request.device.memory
         memory = (
             ["--sampler.colocate"] if layout.engine_sleeps else ["--sampler.gpu-memory", f"{ceil(100 * share) / 100:g}"]
         )
-        engine = list_engines(lambda kind: kind.can_sleep)[0]
         argv += ["--sampler.engine", engine, *memory, "--sampler.max-concurrency", str(layout.decode_rows)]
     argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]
-    argv += ["--learner.world-size", str(layout.gpus)] * (layout.gpus > 1)
+    argv += ["--learner.world-size", str(layout.learning_devices)] * (layout.learning_devices > 1)
     argv += ["--learner.context-parallel", str(layout.context_parallel)] * (layout.context_parallel > 1)
     argv += ["--learner.gradient-checkpointing"] * layout.checkpointing
     argv += ["--optimizer.name", state.name] * (state.name != ADAMW)
@@ -307,12 +372,13 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     dtype = options.dtype or DEVICES.get(device.name, device).dtype
     if dtype == "bf16" and not device.bf16:
         raise ConfigError(
-            f"--dtype bf16: the {device.name} has no bfloat16. Use --dtype fp32, which train chooses there."
+            f"--learner.dtype bf16: the {device.name} has no bfloat16. Use --learner.dtype fp32, which train chooses there."
         )
     lora = parse_lora(options.lora)
-    if options.offload != "none" and device.per_node == 1:
+    if options.offload_state != "none" and device.per_node == 1:
+        section = "learner" if options.offload_state == "sampling" else "optimizer"
         raise ConfigError(
-            f"--offload {options.offload} moves the optimizer's state from a GPU to the host's memory, and a {device.name} has no "
+            f"--{section}.offload moves the optimizer's state from a GPU to the host's memory, and a {device.name} has no "
             "memory of its own: leave it out"
         )
     optimizer = OptimizerConfig(name=options.optimizer, masters=options.masters).describe_state()
@@ -345,9 +411,9 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         adapter_rank=0 if lora is None else lora.rank or DEFAULT_RANK,
         base_bits=None if lora is None else lora.bits,
         context_parallel=options.context_parallel,
-        optimizer=replace(optimizer, offload=options.offload),
+        optimizer=replace(optimizer, offload=options.offload_state),
         engine_sleeps=not options.beside,
-        keeps_full_policy=not options.engine,
+        keeps_full_policy=not options.has_engine,
     )
     has_targets = lora is not None and lora.targets not in (None, DEFAULT_TARGETS)
     shape = load_shape(options.model, partial(count_layers, lora=lora if has_targets else None), recount=has_targets)
@@ -357,7 +423,7 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
     if options.tensor_parallel > 1 and not layout.is_disaggregated and layout.keeps_full_policy:
         raise ConfigError(
             f"--tensor-parallel {options.tensor_parallel} needs an engine or separate samplers, but all devices sample and learn "
-            "in turns. Add --samplers, --max-staleness or --engine."
+            "in turns. Add --samplers, --max-staleness or --sampler.engine."
         )
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 

@@ -31,7 +31,7 @@ EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "ratio": ("r", "ratio"),
     "gate": ("w", "gate"),
     "corrections": ("ρ", "corrections"),
-    "aggregation": ("c", "average"),
+    "aggregation": ("c", "aggregation"),
     "critic": ("V", "critic"),
     "reward_model": ("", "reward r_φ"),
     "terms": ("k", "terms"),

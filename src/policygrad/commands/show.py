@@ -163,10 +163,10 @@ def algorithms(args: list[str]) -> int:
 @dataclass(frozen=True)
 class ShowOptions:
     """Explain an algorithm (equation, parts, defaults with sources, what it fixes, how it fails), a part such as Clip (settings,
-    equation, docstring, location), or a metric such as kl. Without a name, list everything."""
+    equation, docstring, location), a reward such as math, a benchmark, or a metric such as kl. Without a name, list everything."""
 
     name: Annotated[tyro.conf.Positional[str | None], _open_choice("NAME", "lists all")] = None
-    """An algorithm, a part, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
+    """An algorithm, a part, a reward, a benchmark, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
     json: bool = False
     """Print one JSON object."""
 
@@ -179,6 +179,8 @@ class ShowList(TypedDict):
     """Family -> names."""
     parts: Mapping[str, list[str]]
     """Field of an algorithm -> names."""
+    rewards: list[str]
+    """Names of built-in rewards; one that needs something after a colon ends with it."""
     plugins: Mapping[str, list[str]]
     """Kind (algorithm, engine, environment, tracker) -> names that other installed packages add."""
 
@@ -219,6 +221,17 @@ class ShowMetric(TypedDict):
     interpretation: str
 
 
+class ShowReward(TypedDict):
+    """A reward of policygrad's own that has no benchmark's name."""
+
+    kind: Literal["reward"]
+    name: str
+    text: str
+    options: str
+    """What may follow its name and a colon; empty = nothing."""
+    needs_options: bool
+
+
 class ShowBenchmark(TypedDict):
     """A known benchmark: its data, prompt, sampling and graders, each with its source."""
 
@@ -231,7 +244,7 @@ class ShowBenchmark(TypedDict):
     """Choice -> where it is written."""
 
 
-@prints(ShowList, ShowAlgorithm, ShowPart, ShowMetric, ShowBenchmark)
+@prints(ShowList, ShowAlgorithm, ShowPart, ShowReward, ShowMetric, ShowBenchmark)
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME] [--json]`."""
     options = parse_arguments(ShowOptions, args, "show")
@@ -255,7 +268,7 @@ def _look_up(name: str | None) -> Subject | None:
     shown = load_shown()
     if name is None:
         return _with_plugins(_read_subject(shown["everything"]))
-    if is_user_reference(name):
+    if is_user_reference(name) and not name.endswith(":"):
         return None
     if (part := shown["parts"].get(name)) is not None:
         where = _find_class(part["file"], name)
@@ -275,8 +288,12 @@ def _look_up(name: str | None) -> Subject | None:
         ]
         rows += [TextRow((("Moves  ", HEAD),), metric.interpretation)] if metric.interpretation else []
         return Subject(rows, {"kind": "metric", **asdict(metric), "name": name})
-    benchmark = shown["benchmarks"].get(name)
-    return None if benchmark is None else _read_subject(benchmark)
+    reward, benchmark = shown["rewards"].get(name.rstrip(":")), shown["benchmarks"].get(name)
+    if benchmark is not None and reward is not None:  # gsm8k, ifeval: the reward grades the benchmark
+        rows, json = _read_subject(benchmark)
+        return Subject([*rows, TextRow(()), *_read_subject(reward).rows], json)
+    found = benchmark or reward
+    return None if found is None else _read_subject(found)
 
 
 def _with_plugins(everything: Subject) -> Subject:

@@ -40,7 +40,7 @@ from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.training.config.optional_arg import optional_arg
-from policygrad.training.config.run import Run, RunOptions, UncheckedRun, describe_idle_schedules
+from policygrad.training.config.run import Run, RunOptions, UncheckedRun, find_idle_settings
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import dump_config, load_algorithm
 from policygrad.training.config.trust import CodePermissions, code_in_argv, overridden_in_argv
@@ -51,8 +51,8 @@ HELP = (
     "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
     "mine.py:NAME, mine:NAME.",
     "Every field of the algorithm's parts is an option (--help algorithm). --algorithm.FIELD Part[,Part] replaces parts: "
-    "--algorithm.gate ClippedImportance, --algorithm.advantage GroupMean, --algorithm.terms none. "
-    "--algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
+    "--algorithm.gate ClippedImportance, --algorithm.gate 'Clip(low=0.1)', --algorithm.advantage GroupMean, --algorithm.terms "
+    "none. --algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
 )
 _FLAT = tyro.conf.arg(name="")
 _NAMES = {
@@ -182,7 +182,7 @@ def format_configuration(run: Run) -> str:
     run, width = run.resolve(), get_page_width() - 2
     description = describe_algorithm(run.algorithm, run.sampling.max_tokens)
     lines = ["".join(text for text, _ in line) for line in wrap_rows(description, width)]
-    for text in describe_idle_schedules(run):
+    for text in find_idle_settings(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", width)]
     try:
         memory = str(estimate_memory(run))

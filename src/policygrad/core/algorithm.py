@@ -113,6 +113,11 @@ class Algorithm:
         return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
+    def has_unit_ratios(self) -> bool:
+        """True if every ratio π_θ/π_old of a run is 1: its rollouts have one gradient step, and π_old is the learner's policy."""
+        return self.update_rule.has_unit_ratios and self.old_policy == "learner"
+
+    @property
     def replaces_rows(self) -> bool:
         """True if the rows of a batch are no completions but what a provider puts in their place."""
         return any(link.replaces_rows for link in self.advantage)

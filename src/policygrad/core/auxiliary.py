@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from policygrad.core import masked
-from policygrad.core.base import Part, State
+from policygrad.core.base import Part, RunLength, State, format_steps
 from policygrad.core.batch import Batch
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
@@ -92,6 +92,14 @@ class Critic(TrainedModel):
             raise ConfigError(
                 "Critic.hidden makes a head on the policy's fixed states non-linear, and backbone='separate' learns its own "
                 "states: set backbone='policy', or leave hidden at 0"
+            )
+
+    def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
+        if self.pretrain >= length.steps:
+            yield (
+                f"Critic.pretrain = {self.pretrain} may take all {format_steps(length.steps)} of this run: until the values "
+                f"explain {self.pretrain_until:.0%} of the returns' variance, the policy is not trained. Set --steps above "
+                f"{self.pretrain}, or a smaller --algorithm.critic.pretrain"
             )
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
@@ -348,6 +356,33 @@ class Reference(Part):
                 "Reference(live=True) without templates compares the policy with itself: set templates=('… {answer} … {prompt}',), "
                 "say, or live=False"
             )
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        if any(SUCCESS in template_names(template) for template in self.templates):
+            return {}
+        reason = (
+            "no template of the reference has {success}. Add it to --algorithm.reference.templates, or leave this out"
+        )
+        return {"success_reward": reason}
+
+    def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
+        steps = length.steps
+        if self.refresh_every is not None and self.refresh_every >= steps:
+            smaller = f", or --algorithm.reference.refresh-every to {max(1, steps // 4)}, say" if steps > 1 else ""
+            yield (
+                f"Reference.refresh_every = {self.refresh_every} never takes effect in this run of {format_steps(steps)}: π_ref "
+                f"stays the initial policy. Set --steps above {self.refresh_every}{smaller}"
+            )
+        if self.refresh_after_stall is not None:
+            # the best score, `refresh_after_stall` evaluations that do not exceed it, and a rollout
+            first = length.evaluation_every * (self.refresh_after_stall + 1) + 1
+            if first >= steps:
+                smaller = ", or a smaller --evaluation.every" if length.evaluation_every > 1 else ""
+                yield (
+                    f"Reference.refresh_after_stall = {self.refresh_after_stall} never takes effect in this run of "
+                    f"{format_steps(steps)}: with an evaluation every {format_steps(length.evaluation_every)} π_ref is refreshed "
+                    f"after step {first} at the earliest. Set --steps above {first}{smaller}"
+                )
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         if "logp_ref" not in algorithm.all_needs:

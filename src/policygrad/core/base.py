@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
 
 State = dict[str, Any]
+
+
+class RunLength(NamedTuple):
+    """What says which schedules of a part act in a run."""
+
+    steps: int
+    """Rollouts, each with its updates."""
+    evaluation_every: int = 0
+    """Steps between evaluations; 0 = none during training."""
+
+
+def format_steps(n: int) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{n} step{'s' * (n != 1)}"
 
 
 class Part:
@@ -84,6 +98,15 @@ class Part:
                 f"{name} compares the samples of one prompt, and at temperature 0 they are all equal: set "
                 "sampling.temperature above 0"
             )
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        """Return setting -> why it cannot act beside the algorithm's other parts, with a remedy; "" stands for the choice of this
+        part instead of another of its kind. A run says so of what was changed in it."""
+        return {}
+
+    def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
+        """Yield which schedules of the part never take effect in a run of this length, each with a remedy."""
+        return iter(())
 
     def init_state(self) -> State | None:
         """Return the state before the first rollout, or None for a stateless part."""
@@ -372,6 +395,11 @@ class UpdateRule(Part):
     @abstractmethod
     def updates(self) -> int:
         """Maximum policy updates per rollout."""
+
+    @property
+    def has_unit_ratios(self) -> bool:
+        """True if π_θ is π_old wherever the rule takes a gradient or a value, so that every ratio of the two is 1."""
+        return False
 
     @property
     def critic_updates(self) -> int:

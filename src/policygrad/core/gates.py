@@ -7,8 +7,8 @@ A gate has a `weight` w and a `value`, the paper's objective per token, whose de
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -22,6 +22,7 @@ from policygrad.core.masked import Groups
 from policygrad.core.precision import widen, widest_dtype
 from policygrad.core.ratios import (
     SELECTED,
+    UNIT_RATIOS,
     Sequence,
     bounded_exp,
     covariance,
@@ -35,8 +36,20 @@ if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
 
 
+class RatioGate(Gate):
+    """Base of the gates here, whose w is 1 at r = 1: where all ratios are 1, neither the gate nor its settings act."""
+
+    @property
+    def ratio_settings(self) -> tuple[str, ...]:
+        """Settings that act through the ratio alone; "" stands for the choice of the gate."""
+        return ("", *(f.name for f in fields(self)))  # type: ignore[arg-type]  # its subclasses are dataclasses
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        return dict.fromkeys(self.ratio_settings, UNIT_RATIOS) if algorithm.has_unit_ratios else {}
+
+
 @dataclass(frozen=True)
-class UnitWeight(Gate):
+class UnitWeight(RatioGate):
     """w = 1 for every ratio: the Ψ-weighted likelihood of samples from any policy; on-policy it is REINFORCE.
 
     Unlike `OnPolicy`, it is meant for several updates per rollout and for stale samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is the gradient of
@@ -61,7 +74,7 @@ class OnPolicy(UnitWeight):
 
 
 @dataclass(frozen=True)
-class Importance(Gate):
+class Importance(RatioGate):
     """w = r: the surrogate r·Ψ. Source: Schulman et al. 2015 (TRPO), eq. 14."""
 
     formula = "r"
@@ -74,7 +87,7 @@ class Importance(Gate):
 
 
 @dataclass(frozen=True)
-class Clip(Gate):
+class Clip(RatioGate):
     """w = r, or 0 once r has left [1 − low, 1 + high] in the direction that Ψ pushes: min(rΨ, clip(r)Ψ).
 
     With `c`, the dual clip, w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ).
@@ -106,7 +119,7 @@ class Clip(Gate):
 
 
 @dataclass(frozen=True)
-class ClippedImportance(Gate):
+class ClippedImportance(RatioGate):
     """w = clip(r, low, high) with **absolute** bounds, not offsets. Every token keeps its gradient; low = 0 means no lower bound.
 
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
@@ -138,7 +151,7 @@ class ClippedImportance(Gate):
 
 
 @dataclass(frozen=True)
-class SigmoidGate(Gate):
+class SigmoidGate(RatioGate):
     """w = 4p(1 − p)r with p = σ(τ(r − 1)), τ = tau_pos where Ψ > 0, else tau_neg: the value is σ(τ(r − 1))·4/τ·Ψ.
 
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
@@ -167,7 +180,7 @@ class SigmoidGate(Gate):
 
 
 @dataclass(frozen=True)
-class TaperedImportance(Gate):
+class TaperedImportance(RatioGate):
     """w = 1 where Ψ ≥ 0 and min(r, 1) where Ψ < 0: imitates successes, and tapers failures as the policy moves away from them.
 
     The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1. It is bounded above, whereas unweighted failures drive log π to −∞.
@@ -202,6 +215,10 @@ class PolicyShaping(Clip):
     gamma: float = setting(0.1, "above 0", hint="at 0, f is 1 for all x")
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
+
+    @property
+    def ratio_settings(self) -> tuple[str, ...]:
+        return ("low", "high", "c")
 
     @property
     def formula(self) -> str:
@@ -239,7 +256,7 @@ _EPS = 1e-8  # added to 1 − π in the binary KL, as in the authors' code: 1 �
 
 
 @dataclass(frozen=True)
-class GeometricMean(Gate):
+class GeometricMean(RatioGate):
     """w = g_i, or 0 for a token whose log-ratio has left [−low, high] in Ψ's direction. g_i = exp(mean_t ℓ_t), ℓ_t the log-ratios
     clipped at those bounds.
 
@@ -277,7 +294,7 @@ class GeometricMean(Gate):
 
 
 @dataclass(frozen=True)
-class DivergenceClip(Gate):
+class DivergenceClip(RatioGate):
     """w = r, or 0 where π_θ has moved from π_old in Ψ's direction and the state's D(π_old‖π_θ) exceeds δ.
 
     D compares the sampled token with all others together: the binary total variation |π_θ − π_old|, or the binary KL in nats,
@@ -325,7 +342,7 @@ class DivergenceClip(Gate):
 
 
 @dataclass(frozen=True)
-class GammaKernel(Gate):
+class GammaKernel(RatioGate):
     """w = r^k·e^{λ(1 − r)} with k and λ by the sign of Ψ: largest at r = k/λ, vanishing far from it on either side.
 
     With `SequenceProduct`, the ratio of full completions, it is VESPO's kernel: the importance weight for a proposal between
@@ -357,7 +374,7 @@ class GammaKernel(Gate):
 
 
 @dataclass(frozen=True)
-class LogClip(Gate):
+class LogClip(RatioGate):
     """w = 1, or 0 once r has left [1 − low, 1 + high] in Ψ's direction: Ψ·log π_θ, clipped, without an importance weight.
 
     The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
@@ -436,7 +453,7 @@ class FutureKL(Clip):
 
 
 @dataclass(frozen=True)
-class ClassificationWeight(Gate):
+class ClassificationWeight(RatioGate):
     """w = (1 + n)·e^{−s/τ}/(1 + Σ_j e^{−s_j/τ}) where Ψ > 0, with s = log r; e^{s/τ} where Ψ < 0. j runs over the n samples of the
     group with the same sign.
 
@@ -490,7 +507,7 @@ class ClassificationWeight(Gate):
 
 
 @dataclass(frozen=True)
-class SecondMomentFilter(Gate):
+class SecondMomentFilter(RatioGate):
     """w = r, or 0 for the fewest tokens whose removal brings the mean of (log r)² down to τ.
 
     Only tokens whose ratio moved as Ψ pushes (Ψ > 0 and r > 1, or Ψ < 0 and r < 1) count in that mean and can be dropped, the
@@ -531,7 +548,7 @@ class SecondMomentFilter(Gate):
 
 
 @dataclass(frozen=True)
-class ClipCov(Gate):
+class ClipCov(RatioGate):
     """`Clip`, with w = 0 also for a small fraction of the tokens whose covariance of log π_θ with Ψ is in (cov_low, cov_high).
 
     The authors sample that fraction at random from the band. Here it is spaced evenly in order of covariance, which gives the same
@@ -553,6 +570,10 @@ class ClipCov(Gate):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_setting(self, "cov_low", self.cov_low < self.cov_high, f"below ClipCov.cov_high = {self.cov_high}")
+
+    @property
+    def ratio_settings(self) -> tuple[str, ...]:
+        return ("low", "high")
 
     @property
     def formula(self) -> str:

@@ -7,8 +7,9 @@ weights stay finite. No ratio in a healthy run comes near.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from policygrad.core.base import Correction, Ratio
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from policygrad.core.algorithm import Algorithm
 
 
 def _bounded(x: Tensor) -> Tensor:
@@ -35,8 +39,22 @@ def bounded_expm1(x: Tensor) -> Tensor:
     return _bounded(x).expm1()
 
 
+UNIT_RATIOS = (
+    "with one update per rollout every ratio π_θ/π_old is 1, where all gates are 1. Set --algorithm.update-rule.minibatches (or "
+    ".epochs) above 1, or leave it out"
+)
+"""Why nothing that depends on the ratio alone acts, with the remedy."""
+
+
+class RatioOfPolicies(Ratio):
+    """Base of the ratios here: where π_θ = π_old they are all 1."""
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        return {"": UNIT_RATIOS} if algorithm.has_unit_ratios else {}
+
+
 @dataclass(frozen=True)
-class Token(Ratio):
+class Token(RatioOfPolicies):
     """r_t = π_θ(o_t)/π_old(o_t), per token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
     per_token: ClassVar[bool] = True
@@ -48,7 +66,7 @@ class Token(Ratio):
 
 
 @dataclass(frozen=True)
-class Sequence(Ratio):
+class Sequence(RatioOfPolicies):
     """s_i = exp(mean_t log r_t), the geometric mean, for every token of completion i. Source: Zheng et al. 2025 (GSPO), eq. 7."""
 
     formula = "s_i = exp(mean_t log r_t)"
@@ -60,7 +78,7 @@ class Sequence(Ratio):
 
 
 @dataclass(frozen=True)
-class SequenceProduct(Ratio):
+class SequenceProduct(RatioOfPolicies):
     """Π_t r_t: the only unbiased ratio, with huge variance. Source: importance sampling of full completions.
 
     The objective per completion is Π_t r_t·Ψ, and so is its derivative in every log π_θ(o_t). In a sum over tokens each

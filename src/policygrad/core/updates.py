@@ -113,6 +113,10 @@ class GradientSteps(UpdateRule):
         """K, the updates per rollout."""
         return self.epochs * self.minibatches
 
+    @property
+    def has_unit_ratios(self) -> bool:
+        return self.updates == 1
+
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         if self.updates == 1 and (adapted := find_kl_penalties(algorithm)):
             yield (
@@ -123,7 +127,7 @@ class GradientSteps(UpdateRule):
     def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         """In a custom loop the samples may be older than the policy, so that a penalty near π_old acts in a single step too."""
         for term in algorithm.terms:
-            if self.updates == 1 and algorithm.old_policy == "learner" and term.constrained_kl == "kl_old":
+            if algorithm.has_unit_ratios and term.constrained_kl == "kl_old":
                 yield (
                     f"{type(term).__name__} keeps π_θ near π_old, and they are equal at a rollout's only gradient step: set "
                     "update_rule=GradientSteps(epochs=4), old_policy='sampler' if samples may be stale, or remove it"

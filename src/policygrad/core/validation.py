@@ -59,12 +59,21 @@ def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: f
 def ask_parts(algorithm: Algorithm, question: str, *args: object) -> Iterator[str]:
     """Yield what the parts answer to a method of `Part` that finds conflicts.
 
-    Each class of a part is asked, its role's first, so that no part can lose the rules of its bases by stating one.
+    Each class of a part is asked, its role's first, so that no part can lose the rules of its bases by stating one. An answer that
+    begins with the part's class says in front what the class is: the gate Clip.
     """
-    for part in algorithm.parts():
+    for key, part in algorithm.named_parts():
+        name, noun = type(part).__name__, name_role(key)
         for kind in reversed(type(part).__mro__):
             if question in vars(kind):
-                yield from getattr(kind, question)(part, *args)
+                for text in getattr(kind, question)(part, *args):
+                    is_bare = text.startswith(f"{name} ") and noun != name.lower()
+                    yield f"the {noun} {text}" if is_bare else text
+
+
+def name_role(key: str) -> str:
+    """Return what an algorithm's field holds, in a word: gate, term, update rule; key: `gate`, or `terms.1` of `named_parts`."""
+    return ROLES[key.partition(".")[0]].noun.partition(" ")[2]
 
 
 # The roles: which parts each field of an algorithm takes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -12,7 +13,7 @@ from policygrad.learners.fsdp.torchrun import ONE_PROCESS_HINT, resolve_world_si
 from policygrad.learners.optimizers import ADAMW, OPTIONS, OptimizerRow, find_optimizer
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 from policygrad.planning.model_sizes import SMALL_MODEL_PARAMETERS
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 if TYPE_CHECKING:  # torch, which is slow
     from policygrad.core.algorithm import Algorithm
@@ -131,6 +132,14 @@ class OptimizerConfig:
         if rule.uses_lr:
             self.check_lr(lr)
         self.check_learner(learner)
+
+    def find_idle(self, updates: int) -> Iterator[str]:
+        """Yield options that cannot act as they say in a run of so many updates, each with a remedy."""
+        if self.warmup >= updates:
+            yield (
+                f"optimizer.warmup = {self.warmup} is not over at the run's end: it has {updates:,} optimizer steps at most, and "
+                f"the learning rate does not reach its peak. Set it below {updates:,}, or more --steps"
+            )
 
     def check_lr(self, lr: float | None) -> None:
         """Raise ConfigError if there is no learning rate and no usual one."""
@@ -258,6 +267,12 @@ class LearnerConfig:
             raise ConfigError(f"learner.hang_timeout must be at least 0 and finite, not {self.hang_timeout}; 0 = off")
         if self.micro_tokens < 0:
             raise ConfigError(f"learner.micro_tokens must be at least 1, or 0 for the default, not {self.micro_tokens}")
+
+    def find_idle(self) -> Iterator[str]:
+        """Yield options that can have no effect, each with a remedy."""
+        if self.world_size == 1:
+            reason = "the run has one process. Leave it out, or set --learner.world-size"
+            yield from describe_idle(list_changed("learner", self, ["hang_timeout"]), reason)
 
     def check(self, algorithm: Algorithm, experts: ExpertSource) -> None:
         """Raise ConfigError for options that do not fit the algorithm, the sampler or several processes."""

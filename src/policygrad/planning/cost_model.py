@@ -87,20 +87,21 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("gpus", "tensor_parallel", "micro_tokens", "decode_rows", "context_parallel"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+                section = "learner." if name in ("micro_tokens", "context_parallel") else ""
+                raise ConfigError(f"--{section}{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
+            raise ConfigError(f"--learner.dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
         if self.samplers < 0 or self.max_staleness < 0:
             raise ConfigError(
                 f"--samplers and --max-staleness must be at least 0, not {self.samplers} and {self.max_staleness}"
             )
         state = self.optimizer
         if state.masters == "none" and (self.dtype == "fp32" or self.only_adapters):
-            reason = "--lora trains adapters in fp32" if self.only_adapters else "--dtype is fp32"
-            raise ConfigError(f"--masters none is for weights in bf16, and {reason}: leave it out")
+            reason = "--learner.lora trains adapters in fp32" if self.only_adapters else "--learner.dtype is fp32"
+            raise ConfigError(f"--optimizer.masters none is for weights in bf16, and {reason}: leave it out")
         if self.learning_devices > 1 and state.offload == "sampling":
             raise ConfigError(
-                f"--offload sampling is for a learner in one process, and there are {self.learning_devices}: use --offload "
+                f"--learner.offload is for a learner in one process, and there are {self.learning_devices}: use --offload "
                 "always, or plan with one learning device"
             )
         if self.samplers >= self.gpus:
@@ -109,8 +110,8 @@ class ParallelLayout:
             )
         if self.learning_devices % self.context_parallel:
             raise ConfigError(
-                f"--context-parallel {self.context_parallel} does not divide the {self.learning_devices} learning devices. Use a "
-                "divisor."
+                f"--learner.context-parallel {self.context_parallel} does not divide the {self.learning_devices} learning devices. "
+                "Use a divisor."
             )
         if self.sampling_devices % self.tensor_parallel:
             raise ConfigError(
@@ -437,8 +438,8 @@ def shrink_state(layout: ParallelLayout) -> tuple[str, OptimizerState]:
     moments = EIGHT_BIT_MOMENT_BYTES
     state = replace(layout.optimizer, name="adamw8bit", moment_bytes=moments, outer_moment_bytes=moments)
     if not is_bare:
-        return "--optimizer adamw8bit", state
-    return "--optimizer adamw8bit --masters none", replace(state, masters="none")
+        return "--optimizer.name adamw8bit", state
+    return "--optimizer.name adamw8bit --optimizer.masters none", replace(state, masters="none")
 
 
 def learner_memory(

@@ -69,23 +69,23 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
     on_gpu = request.device.per_node > 1
     yield "", "as it is", {}
     if not layout.checkpointing:
-        options.append("--gradient-checkpointing")
+        options.append("--learner.gradient-checkpointing")
         changes["checkpointing"] = True
         yield " ".join(options), "recompute activations", dict(changes)
     if request.shape.has_states and can_cut:  # either of the two
         options, changes = [], {"checkpointing": False}
     shared = max((n for n in range(2, request.device.per_node + 1) if layout.learning_devices % n == 0), default=1)
     if layout.context_parallel == 1 < shared and not request.shape.has_states:  # in place of segments
-        text = f"{' '.join(options)} --context-parallel {shared}".strip()
+        text = f"{' '.join(options)} --learner.context-parallel {shared}".strip()
         yield text, f"divide each text between {shared} devices", changes | {"context_parallel": shared}
     if can_cut and reads_segments(request.shape, replace(layout, **changes)):
         tokens = SEGMENT_TOKENS["gpu" if on_gpu else "cpu"]
         cut = changes | {"micro_tokens": tokens}
-        yield " ".join([*options, f"--micro-tokens {tokens}"]), "read longer texts in segments", cut
+        yield " ".join([*options, f"--learner.micro-tokens {tokens}"]), "read longer texts in segments", cut
         whole_layout, cut_layout = replace(layout, **changes), replace(layout, **cut)
         whole, divided = (_find_longest(replace(plan, layout=x)) or 0 for x in (whole_layout, cut_layout))
         if divided >= whole:  # keys and values with their gradients may take more than what is recomputed
-            options, changes = [*options, f"--micro-tokens {tokens}"], cut
+            options, changes = [*options, f"--learner.micro-tokens {tokens}"], cut
     if not layout.only_adapters:
         if layout.optimizer.name == "adamw":
             option, state = shrink_state(layout)
@@ -93,14 +93,14 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
             if on_gpu and state.offload == "none":
                 state = replace(state, offload="always")
                 text = "what is left of the optimizer's state in the host's memory"
-                yield " ".join([*options, option, "--offload always"]), text, changes | {"optimizer": state}
-        options.append(f"--lora rank={rank}")
+                yield " ".join([*options, option, "--optimizer.offload"]), text, changes | {"optimizer": state}
+        options.append(f"--learner.lora rank={rank}")
         changes |= {"adapter_rank": rank, "optimizer": replace(layout.optimizer, masters="fp32")}
         yield " ".join(options), "train adapters", dict(changes)
     if layout.base_bits is None and on_gpu:
         # bitsandbytes needs a GPU of NVIDIA, AMD or Intel
-        given = [text for text in options if not text.startswith("--lora")]
-        option = " ".join([*given, f"--lora rank={rank},bits=4"])
+        given = [text for text in options if not text.startswith("--learner.lora")]
+        option = " ".join([*given, f"--learner.lora rank={rank},bits=4"])
         yield option, "frozen weights in four bits", changes | {"adapter_rank": rank, "base_bits": 4}
 
 

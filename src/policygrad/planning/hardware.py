@@ -244,8 +244,8 @@ class Calibration:
             )
         if dtype != self.dtype:
             raise ConfigError(
-                f"--calibration was measured in {self.dtype}, but the plan is for {dtype}. Use --dtype {self.dtype}, or calibrate "
-                f"with --dtype {dtype}."
+                f"--calibration was measured in {self.dtype}, but the plan is for {dtype}. Use --learner.dtype {self.dtype}, or "
+                f"calibrate with --learner.dtype {dtype}."
             )
         return self.device, self.efficiency
 

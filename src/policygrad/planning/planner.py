@@ -224,13 +224,13 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
     for propose in (
         partial(
             _change,
-            option="--gradient-checkpointing",
+            option="--learner.gradient-checkpointing",
             description="recompute activations in the backward pass",
             checkpointing=True,
         ),
         partial(
             _change,
-            option=f"--micro-tokens {longest}",
+            option=f"--learner.micro-tokens {longest}",
             description="one sequence per micro-batch",
             micro_tokens=min(longest, plan.layout.micro_tokens),
         ),
@@ -240,7 +240,7 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
         _generate_fewer_rows,
         partial(
             _change,
-            option="--engine",
+            option="--sampler.engine vllm",
             description="an engine holds the policy, each learner only its shard",
             keeps_full_policy=False,
         ),
@@ -287,7 +287,7 @@ def _read_in_segments(plan: CapacityPlan) -> Suggestion | None:
     is_read = cost_model.reads_segments(request.shape, plan.layout)
     if not is_read or tokens >= min(plan.layout.micro_tokens, request.workload.max_tokens):
         return None
-    return _change(plan, f"--micro-tokens {tokens}", "read longer texts in segments", micro_tokens=tokens)
+    return _change(plan, f"--learner.micro-tokens {tokens}", "read longer texts in segments", micro_tokens=tokens)
 
 
 def _keep_less_state(plan: CapacityPlan) -> Suggestion | None:
@@ -302,7 +302,7 @@ def _keep_less_state(plan: CapacityPlan) -> Suggestion | None:
 def _compute_in_bfloat16(plan: CapacityPlan) -> Suggestion | None:
     if not plan.request.device.bf16:
         return None
-    return _change(plan, "--dtype bf16", "compute in bfloat16", dtype="bf16")
+    return _change(plan, "--learner.dtype bf16", "compute in bfloat16", dtype="bf16")
 
 
 def _generate_fewer_rows(plan: CapacityPlan) -> Suggestion | None:
@@ -339,7 +339,7 @@ def _rearrange_samplers(plan: CapacityPlan) -> Suggestion | None:
             changed_layout = replace(layout, keeps_full_policy=keeps_full_policy, tensor_parallel=tensor)
             split = find_best_split(plan.request, changed_layout)
             if split.fits:
-                options = ["--engine"] * (layout.keeps_full_policy and not keeps_full_policy)
+                options = ["--sampler.engine vllm"] * (layout.keeps_full_policy and not keeps_full_policy)
                 options.append(f"--samplers {split.layout.samplers}")
                 options += [f"--tensor-parallel {tensor}"] * (tensor > layout.tensor_parallel)
                 return Suggestion(" ".join(options), "samplers on devices of their own", split)

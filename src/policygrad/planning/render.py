@@ -221,7 +221,8 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
     longest = request.workload.max_tokens
     if longest > layout.micro_tokens and reads_segments(shape, layout):
         assumptions.append(
-            f"Texts longer than {layout.micro_tokens:,} tokens are read in segments (--micro-tokens), which no GPU has done yet."
+            f"Texts longer than {layout.micro_tokens:,} tokens are read in segments (--learner.micro-tokens), which no GPU has "
+            "done yet."
         )
     if layout.context_parallel > 1:
         assumptions.append(
@@ -230,7 +231,9 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
     if shape.has_states:
         assumptions.append("Recurrent layers run transformers' own code, which saves more than kernels made for them.")
     if layout.learning_devices > 1 and layout.keeps_full_policy:
-        assumptions.append("Each learner keeps the full policy too, for sampling; with --engine it does not.")
+        assumptions.append(
+            "Each learner keeps the full policy too, for sampling; with --sampler.engine vllm it does not."
+        )
     if not layout.keeps_full_policy and not layout.is_disaggregated:
         sleep, option = ("releases", "--sampler.colocate of train") if layout.engine_sleeps else ("keeps", "--beside")
         assumptions.append(

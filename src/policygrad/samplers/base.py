@@ -57,6 +57,11 @@ class SamplingParams:
         check_sampling(algorithm, samples_per_prompt, self.temperature)
         if self.temperature == 0:
             raise ConfigError("temperature=0 makes all samples of a prompt equal: set --temperature above 0")
+        if self.top_k == 1:
+            raise ConfigError(
+                f"top_k=1 leaves the most probable token alone, so that all samples of a prompt are equal and temperature="
+                f"{self.temperature:g} has no effect: set --top-k to 0 (all tokens), or above 1"
+            )
         if not self.is_truncated:
             return
         unsupported = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -13,7 +13,7 @@ from policygrad.errors import ConfigError
 from policygrad.rewards.config import VARIABLE_NAMES
 from policygrad.samplers.engines.registry import ENGINES, is_engine, list_engine_names, list_engines, load_engine_class
 from policygrad.utils.child_environment import check_variable_names
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 if TYPE_CHECKING:  # the options are read without importing torch
     from policygrad.core.algorithm import Algorithm
@@ -213,6 +213,24 @@ class SamplerConfig:
             raise ConfigError(
                 f"training with top_p < 1 or top_k > 0 needs to know which tokens they left, which {self.engine} does not tell: "
                 "use --sampler.engine local or vllm, or leave top_p = 1 and top_k = 0 (eval accepts both)"
+            )
+
+    def find_idle(self, sampling: SamplingParams) -> Iterator[str]:
+        """Yield options that can have no effect with this engine, each with a remedy."""
+        if self.engine == LOCAL:
+            own = [f.name for f in fields(self) if f.name not in ("engine", "cuda_graphs")]
+            engines = "|".join(ENGINES)
+            reason = (
+                f"sampler.engine is local, and has no servers. Choose --sampler.engine {engines}, or leave this out"
+            )
+            yield from describe_idle(list_changed("sampler", self, own), reason)
+            return
+        reason = f"it is for sampling in this process, and sampler.engine is {self.engine}. Leave it out"
+        yield from describe_idle(list_changed("", sampling, ["decode_rows"]), reason)
+        if self.urls:
+            reason = "it is for servers that the run starts, and sampler.urls names some that run already. Leave it out"
+            yield from describe_idle(
+                list_changed("sampler", self, ["context_length", "threads", "start_timeout"]), reason
             )
 
     def resolve_context_length(self, max_positions: int | None, max_tokens: int = 0) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import unicodedata
 from collections import deque
@@ -32,6 +33,11 @@ def format_count(value: float) -> str:
         if value >= 0.9995 * size:
             return f"{value / size:.{1 if value < 9.95 * size else 0}f}{unit}"
     return f"{value:.0f}"
+
+
+def name_state(text: str) -> str:
+    """Return a phase without its numbers: waiting for 13 programs, then for 12, is one state."""
+    return re.sub(r"(?<![\w.-])\d[\d,.]*(?![\w-])", "N", text)
 
 
 def format_duration(seconds: float) -> str:
@@ -184,7 +190,7 @@ class PlainTracker(Tracker):
         self._printed = self._started = clock()
         self._lines = 0
         self._widths: dict[str, int] = {}
-        self._phases = {""}  # printed already: each phase is printed once
+        self._phases = {""}  # printed already: each state is printed once, whatever its numbers
 
     def start(self, info: RunInfo) -> None:
         self._print(info.title)
@@ -198,8 +204,8 @@ class PlainTracker(Tracker):
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
         if done >= total:
             self._pace.begin()
-        if text not in self._phases:
-            self._phases.add(text)
+        if (state := name_state(text)) not in self._phases:
+            self._phases.add(state)
             self._print(text)
         elif done < total and self._clock() - self._printed >= self.PHASE_QUIET:
             self._print(f"  {done}/{total}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from policygrad.errors import ConfigError, install_command
 from policygrad.trackers.base import Tracker
+from policygrad.utils.field_types import describe_idle
 from policygrad.utils.plugins import find_plugin, list_plugin_names, load_plugin
 from policygrad.utils.user_code import load_object
 
@@ -60,6 +61,14 @@ def check_tracking(names: Sequence[str], trace_mib: int, metrics_port: str | Non
         raise ConfigError(f"trace_mib must be at least {MIN_TRACE_MIB}, not {trace_mib}")
     if metrics_port is not None:
         parse_metrics_port(metrics_port)
+
+
+def find_idle_tracking(names: Sequence[str], trace_mib: int) -> Iterator[str]:
+    """Yield options of tracking that can have no effect, each with a remedy."""
+    if trace_mib != DEFAULT_TRACE_MIB and "trace" not in names:
+        yield from describe_idle(
+            [f"trace_mib = {trace_mib}"], "no trace is written. Add --track trace, or leave it out"
+        )
 
 
 def create_trackers(names: Sequence[str], trace_mib: int = DEFAULT_TRACE_MIB) -> list[Tracker]:

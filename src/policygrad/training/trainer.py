@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.manager import SavedState
+from policygrad.core.base import format_steps
 from policygrad.core.metrics import Mean
 from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
@@ -33,7 +34,7 @@ from policygrad.tasks.base import Example
 from policygrad.trackers import RunInfo, Tracker, format_change
 from policygrad.training.base_trainer import BaseTrainer, Callback, TrackingOptions, TrainingResult
 from policygrad.training.config.paths import resolve_config_paths
-from policygrad.training.config.run import Run, describe_idle_schedules
+from policygrad.training.config.run import Run, find_idle_settings
 from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
 from policygrad.training.config.trust import CodePermissions, missing_permissions
@@ -277,7 +278,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def make_run_info(self, progress: Progress) -> RunInfo:
         run, resources = self.config, self.resources
-        for text in (*describe_idle_schedules(run), *(text for each in self.benchmarks for text in each.messages)):
+        unused = run.evaluation.find_unused(len(self.eval_examples), has_rewards=resources.has_rewards)
+        benchmarks = (text for each in self.benchmarks for text in each.messages)
+        for text in (*find_idle_settings(run), *unused, *benchmarks):
             self.trackers.note(text)
         if objects := [*run.object_options, *self._python_arguments]:
             self.trackers.note(
@@ -286,7 +289,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         if self._minibatch_warning:
             self.trackers.note(self._minibatch_warning)
-        batch = f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {run.steps} steps"
+        batch = (
+            f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {format_steps(run.steps)}"
+        )
         batch += "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
         batch += f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
         facts = {"model": describe_model(run.describe_option("model"), self.model, run.learner.dtype)}

@@ -1,11 +1,11 @@
-"""Check that the fields of a configuration made in Python have the types that they are declared with."""
+"""The fields of a configuration: their types are checked where it is made in Python, and those that were changed are listed."""
 
 from __future__ import annotations
 
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -35,6 +35,25 @@ def check_field_types(config: Any, section: str = "") -> None:
         if expected:
             option = f"{section}.{name}" if section else name
             raise ConfigError(f"{option} must be {expected}, not {value!r:.200} ({type(value).__name__})")
+
+
+def list_changed(section: str, config: object, names: Iterable[str]) -> list[str]:
+    """Return those of a section's options that have another value than the default, as `section.name = value`.
+
+    Args:
+        section: Its name as an option; "" = none.
+    """
+    usual = {f.name: f.default for f in fields(config)}  # type: ignore[arg-type]
+    changed = {name: value for name in names if (value := getattr(config, name)) != usual[name]}
+    texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in changed.items()}
+    return [f"{section}.{name} = {text}".lstrip(".") for name, text in texts.items()]
+
+
+def describe_idle(settings: Sequence[str], reason: str) -> Iterator[str]:
+    """Yield that these settings have no effect, and why, with a remedy; nothing if there are none."""
+    if settings:
+        listed = " and ".join(", ".join(settings).rsplit(", ", 1)) if len(settings) > 1 else settings[0]
+        yield f"{listed} {'have' if len(settings) > 1 else 'has'} no effect: {reason}"
 
 
 @functools.cache

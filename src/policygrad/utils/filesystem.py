@@ -202,7 +202,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+        check_depth(value)
     return value
 
 
@@ -227,7 +227,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         data = tomllib.loads(read_text_bounded(path))
     except RecursionError:
         raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
-    _check_depth(data)
+    check_depth(data)
     return data
 
 
@@ -247,7 +247,8 @@ def _parse_float(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise UnusableDataError for lists and tables nested deeper than `MAX_DEPTH`."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -328,6 +329,37 @@ def acquire_lock(
             file.close()
             raise
         file.close()  # the previous owner has deleted it with its folder
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on this file. Of a file that cannot be opened, nobody does.
+
+    Where there are no locks, a process that the file names and that lives on this machine counts as holding it.
+    """
+    try:
+        with open_regular(path) as file:
+            owner = parse_json(file.read(MAX_CONFIG_BYTES))
+            if owner["host"] == socket.gethostname() and not _is_alive(int(owner["pid"])):
+                return False  # without trying the lock, which a run that starts just then would find held
+            if not HAS_FILE_LOCKS:
+                return bool(owner["host"] == socket.gethostname())
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return True
+            return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def write_lock_owner(file: IO[bytes]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from policygrad.core.base import format_steps
 from policygrad.errors import ConfigError
 from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.optional_arg import optional_arg
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class CheckpointConfig:
             raise ConfigError(
                 f"checkpoint.keep_best names a metric of evaluations, such as eval/reward, not {self.keep_best!r}"
             )
+
+    def find_idle(self, steps: int) -> Iterator[str]:
+        """Yield options that can have no effect in a run of so many steps, each with a remedy."""
+        if self.every >= steps:
+            reason = f"the run has {format_steps(steps)}, and a checkpoint at its end in any case. Set it below {steps}"
+            yield from describe_idle(list_changed("checkpoint", self, ["every"]), reason)
 
     def check(self, evaluation: EvaluationConfig) -> None:
         """Raise ConfigError for a best model that no evaluation would choose."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import format_steps
 from policygrad.errors import ConfigError
 from policygrad.samplers.base import SamplingParams
 from policygrad.training.config.option_checks import check_completion_count
 from policygrad.training.config.optional_arg import optional_arg
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,37 @@ class EvaluationConfig:
     def measures_during_training(self) -> bool:
         """True if held-out problems or benchmarks are measured during training."""
         return bool(self.every and (self.problems or self.benchmarks))
+
+    def find_idle(self, steps: int) -> Iterator[str]:
+        """Yield options that can have no effect in a run of so many steps, each with a remedy."""
+        if not self.problems:
+            own = ("samples_per_prompt", "temperature", "top_p", "top_k", "max_tokens")
+            reason = "evaluation.problems is 0. Set it above 0, or leave this out"
+            yield from describe_idle(list_changed("evaluation", self, own), reason)
+        elif self.top_k == 1:
+            reason = "evaluation.top_k = 1 leaves the most probable token alone. Set it to 0 (all tokens), or above 1"
+            yield from describe_idle(
+                list_changed("evaluation", self, ("temperature", "top_p", "samples_per_prompt")), reason
+            )
+        if not self.benchmarks:
+            of_benchmarks = ("benchmark_data", "benchmark_problems", "benchmark_samples", "benchmark_max_tokens")
+            reason = "no benchmark is measured. Name some, --evaluation.benchmarks gsm8k, or leave this out"
+            yield from describe_idle(list_changed("evaluation", self, of_benchmarks), reason)
+        if self.every and not self.measures_during_training:
+            reason = "nothing is evaluated. Set --evaluation.problems above 0, or leave it out"
+            yield from describe_idle([f"evaluation.every = {self.every}"], reason)
+        elif self.every >= steps:
+            reason = f"the run has {format_steps(steps)}, and is evaluated at its end anyway. Set it below {steps}"
+            yield from describe_idle([f"evaluation.every = {self.every}"], reason)
+
+    def find_unused(self, found: int, *, has_rewards: bool) -> Iterator[str]:
+        """Yield options that the task leaves without effect, each with a remedy; found: the held-out problems that it has."""
+        if not has_rewards:
+            own = ("problems", "samples_per_prompt", "every", "temperature", "top_p", "top_k", "max_tokens")
+            reason = "the task has no reward, and the algorithm needs none. Name one, --reward NAME, or leave this out"
+            yield from describe_idle(list_changed("evaluation", self, own), reason)
+        elif found < self.problems and (changed := list_changed("evaluation", self, ["problems"])):
+            yield f"{changed[0]} is more than the task's {found} held-out problems, which are all used: --eval-data FILE has others"
 
     def check(self, algorithm: Algorithm) -> None:
         """Raise ConfigError for too many completions, or for too few evaluations for the algorithm."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import format_steps
 from policygrad.errors import ConfigError
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 GUARD_ACTIONS = ("warn", "skip", "rollback", "stop")
 
@@ -39,6 +41,22 @@ class _GuardOptions:
                 raise ConfigError(f"guard.{name} must be above 1, or 0 to ignore it, not {value}")
         if not 0 < self.lr_factor < 1:
             raise ConfigError(f"guard.lr_factor must be above 0 and below 1, not {self.lr_factor}")
+
+    def find_idle(self, steps: int) -> Iterator[str]:
+        """Yield options that can have no effect in a run of so many steps, each with a remedy."""
+        if self.window >= steps and (changed := list_changed("guard", self, [f.name for f in fields(self)])):
+            reason = (
+                f"the guard compares a step with guard.window = {self.window} before it, and the run has {format_steps(steps)}. "
+                "Set a smaller window (from 2), more --steps, or leave this out"
+            )
+            yield from describe_idle(changed, reason)
+            return
+        if self.action != "rollback":
+            reason = f"guard.action is {self.action}. Set it to rollback, or leave this out"
+            yield from describe_idle(list_changed("guard", self, ["lr_factor"]), reason)
+        if self.action == "warn":
+            reason = "guard.action is warn, which stops no run. Set it to skip, rollback or stop, or leave this out"
+            yield from describe_idle(list_changed("guard", self, ["max_consecutive_alarms"]), reason)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ import tyro
 
 from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.validation import check_rollout, frozen_problem
+from policygrad.core.base import RunLength
+from policygrad.core.validation import ask_parts, check_rollout, frozen_problem, name_role
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
 from policygrad.models.chat.template_options import parse_template_options
@@ -21,7 +23,7 @@ from policygrad.rewards.config import VARIABLE_NAMES, RewardConfig
 from policygrad.rollout.environment import DEFAULT_TIMEOUT
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig, TeacherServerConfig
-from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking
+from policygrad.trackers.registry import DEFAULT_TRACE_MIB, check_tracking, find_idle_tracking
 from policygrad.training.config.checkpoint import CheckpointConfig
 from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.guard import GuardConfig
@@ -33,8 +35,9 @@ from policygrad.training.config.option_checks import (
     check_seed,
 )
 from policygrad.training.config.optional_arg import optional_arg
+from policygrad.training.config.run_name import format_setting, name_run
 from policygrad.utils.child_environment import check_variable_names
-from policygrad.utils.field_types import check_field_types
+from policygrad.utils.field_types import check_field_types, describe_idle, list_changed
 
 LEARNER_FIELDS = {
     "logp_old",
@@ -366,39 +369,58 @@ def _check_step_end(run: Run) -> None:
         )
 
 
-def describe_idle_schedules(run: Run) -> tuple[str, ...]:
-    """Describe each schedule that never takes effect in this run, with a remedy.
+def find_idle_settings(run: Run) -> tuple[str, ...]:
+    """Return what can have no effect in this run, each with a remedy: schedules that it is too short for, and settings that
+    differ from what is usual.
 
     A token budget may end a run even earlier, at a step that is not known in advance.
     """
-    idle = list[str]()
-    reference, critic, steps, every = run.algorithm.reference, run.algorithm.critic, run.steps, run.evaluation.every
-    if reference is not None and reference.refresh_every is not None and reference.refresh_every >= steps:
-        smaller = f", or --algorithm.reference.refresh-every to {max(1, steps // 4)}, say" if steps > 1 else ""
-        idle.append(
-            f"Reference.refresh_every = {reference.refresh_every} never takes effect in this run of {_format_steps(steps)}: π_ref "
-            f"stays the initial policy. Set --steps above {reference.refresh_every}{smaller}"
-        )
-    if reference is not None and reference.refresh_after_stall is not None:
-        # the best score, `refresh_after_stall` evaluations that do not exceed it, and a rollout
-        first = every * (reference.refresh_after_stall + 1) + 1
-        if first >= steps:
-            smaller = ", or a smaller --evaluation.every" if every > 1 else ""
-            idle.append(
-                f"Reference.refresh_after_stall = {reference.refresh_after_stall} never takes effect in this run of "
-                f"{_format_steps(steps)}: with an evaluation every {_format_steps(every)} π_ref is refreshed after step {first} at "
-                f"the earliest. Set --steps above {first}{smaller}"
-            )
-    if critic is not None and critic.pretrain >= steps:
-        idle.append(
-            f"Critic.pretrain = {critic.pretrain} may take all {_format_steps(steps)} of this run: until the values explain "
-            f"{critic.pretrain_until:.0%} of the returns' variance, the policy is not trained. Set --steps above "
-            f"{critic.pretrain}, or a smaller --algorithm.critic.pretrain"
-        )
-    if run.learner.world_size == 1 and run.learner.hang_timeout != LearnerConfig().hang_timeout:
-        idle.append("learner.hang_timeout has no effect with one process: leave it out, or set --learner.world-size")
-    return tuple(idle)
+    length = RunLength(run.steps, run.evaluation.every)
+    updates = run.steps * run.algorithm.update_rule.updates
+    return (
+        *ask_parts(run.algorithm, "find_idle_schedules", length),
+        *_find_idle_parts(run),
+        *_find_idle_options(run),
+        *run.sampler.find_idle(run.sampling),
+        *run.optimizer.find_idle(updates),
+        *run.learner.find_idle(),
+        *run.guard.find_idle(run.steps),
+        *run.evaluation.find_idle(run.steps),
+        *run.checkpoint.find_idle(run.steps),
+        *find_idle_tracking(run.track, run.trace_mib),
+    )
 
 
-def _format_steps(n: int) -> str:
-    return f"{n} step{'s' * (n > 1)}"
+def _find_idle_parts(run: Run) -> Iterator[str]:
+    """Yield parts and settings of parts that were changed, and cannot act beside the others."""
+    changes = name_run(run.algorithm, run.sampling.max_tokens)
+    settings = dict[str, list[str]]()  # reason -> what it is about
+    for change in changes.part_changes:
+        for part in change.added:
+            if reason := part.find_idle_settings(run.algorithm).get(""):
+                settings.setdefault(reason, []).append(f"the {name_role(change.field)} {type(part).__name__}")
+    for setting in changes.setting_changes:
+        field, part = next(
+            ((key.partition(".")[0], p) for key, p in run.algorithm.named_parts() if type(p).__name__ == setting.part),
+            ("", None),
+        )
+        if part is not None and (reason := part.find_idle_settings(run.algorithm).get(setting.name)):
+            value = format_setting(setting.new_value)
+            settings.setdefault(reason, []).append(f"{setting.part}.{setting.name} = {value} of the {name_role(field)}")
+    for reason, idle in settings.items():
+        yield from describe_idle(idle, reason)
+
+
+def _find_idle_options(run: Run) -> Iterator[str]:
+    """Yield options of no section that can have no effect, or another one than it seems."""
+    if run.environment is None:
+        reason = "the run has no environment. Name one, --environment, or leave this out"
+        idle = list_changed("", run, ["environment_timeout", "environment_env"])
+        yield from describe_idle([text.replace("environment_", "environment.") for text in idle], reason)
+    own, samples = run.algorithm.samples_per_prompt, run.effective_samples_per_prompt
+    if samples > 1 and samples != own and not any(part.uses_group_statistics for part in run.algorithm.parts()):
+        yield (
+            f"samples_per_prompt = {samples}: no part of {run.algorithm.name} compares the samples of a prompt, so that this is "
+            f"only {run.prompts_per_step * samples} completions of {run.prompts_per_step} prompts. --samples-per-prompt 1 "
+            f"--prompts-per-step {run.prompts_per_step * samples} has as many, each of another prompt"
+        )

@@ -1,7 +1,8 @@
-"""A run's configuration as TOML, both ways. An unknown key is an error that suggests the closest known one.
+"""A run's configuration as TOML, both ways, and read from YAML too. An unknown key is an error that suggests the closest known one.
 
 A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class` or `path/to/file.py:Class` for a custom
-one); without `part` the table changes fields of the part that is already there. "none" stands for no part.
+one); without `part` the table changes fields of the part that is already there. A text stands for a table: "Clip(low=0.1)", or
+"Clip" for one of `part` alone. "none" stands for no part.
 
 The structuring is written by hand rather than with cattrs: options change a base instead of building a new object, parts are
 chosen by name and may be user code, and every message names file, key and remedy, so that all but the scalars would be custom
@@ -25,6 +26,7 @@ import tomli_w
 from policygrad import parts
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.base import Part
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
 from policygrad.training.config.paths import resolve_config_paths, resolve_directory, with_full_paths
@@ -38,6 +40,7 @@ if typing.TYPE_CHECKING:
     from policygrad.training.config.supervised import SupervisedConfig
 
 NONE = "none"
+YAML_SUFFIXES = (".yaml", ".yml")
 C = typing.TypeVar("C", bound=Any)  # a frozen dataclass
 ConfigT = typing.TypeVar("ConfigT", bound="UncheckedRun | SupervisedConfig")
 
@@ -51,8 +54,8 @@ def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = 
     """Return `base` changed by a file's options. `permissions`: Code that the file may name.
 
     Raises:
-        ConfigError: The file cannot be read or is no TOML, names code without permission, has an unknown key or a value of the
-            wrong type, or its parts contradict each other.
+        ConfigError: The file cannot be read or is neither TOML nor YAML, names code without permission, has an unknown key or a
+            value of the wrong type, or its parts contradict each other.
     """
     path = Path(path)
     try:
@@ -64,16 +67,24 @@ def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = 
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return a file's tables. Raises ConfigError if it cannot be read or is no TOML."""
+    """Return a file's tables, YAML if its name says so, else TOML. Raises ConfigError if it cannot be read as that."""
     try:
-        return read_toml(path)
+        if path.suffix.lower() not in YAML_SUFFIXES:
+            return read_toml(path)
+        from policygrad.utils.yaml_files import read_yaml
+
+        return read_yaml(path)
+    except ImportError:
+        raise ConfigError(
+            f"{path} is YAML, which needs PyYAML: pip install pyyaml, or write the file as TOML"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except ValueError as error:  # deeply nested brackets, or an integer of thousands of digits
+    except ValueError as error:  # no YAML, deeply nested brackets, or an integer of thousands of digits
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
 
 
@@ -217,6 +228,8 @@ def from_dict(data: Mapping[str, Any], base: C, where: str, dotted: str = "") ->
         if key not in names:
             raise ConfigError(f"{where}: unknown key {place!r}: {suggest_name(key, names)}")
         current = getattr(base, key)
+        if value is None and current is None:  # YAML's null
+            continue
         if isinstance(base, Algorithm) and isinstance(current, tuple):
             if not isinstance(value, list):
                 raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
@@ -257,6 +270,8 @@ def _check_table(value: Any, where: str, dotted: str) -> Mapping[str, Any]:
 def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
     is_union = isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union
     kinds = [kind for kind in (typing.get_args(hint) if is_union else (hint,)) if kind is not NoneType]
+    if value is None and is_union and NoneType in typing.get_args(hint):
+        return None
     if isinstance(value, str) and value.startswith(OBJECT_PREFIX):
         raise ConfigError(
             f"{where}: {dotted!r} was a {value.removeprefix(OBJECT_PREFIX)} object given in Python, which no file can hold: "
@@ -300,10 +315,17 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     Raises:
         ConfigError: There is no such part or setting, or a value has the wrong type.
     """
-    if value == NONE:
+    if value is None or value == NONE:  # YAML's null, TOML's "none"
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))
     name = value.pop("part", None)
+    if isinstance(name, str) and name.endswith(")"):
+        from policygrad.training.config.part_text import read_part_call
+
+        name, value = (
+            (call := dict(_build(partial(read_part_call, name), where, dotted))).pop("part"),
+            {**call, **value},
+        )
     if name is None and current is None:
         raise ConfigError(f"{where}: {dotted!r} needs a `part`, the name of its class, e.g. part = 'Clip'")
     kind = type(current) if name is None else load_part_class(name, where, dotted)
@@ -315,14 +337,20 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
         if key not in names:
             raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {suggest_name(key, names)}")
         place = f"{dotted}.{key}"
-        if item == NONE and NoneType in typing.get_args(hints[key]):
+        if (item is None or item == NONE) and NoneType in typing.get_args(hints[key]):
             values[key] = None
-        elif isinstance(item, Mapping):
+        elif isinstance(item, Mapping) or _names_part(item, hints[key]):
             values[key] = parse_part(None, item, where, place)
         else:
             values[key] = _parse_value(item, hints[key], where, place)
     same: Any = current if type(current) is kind else None
     return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
+
+
+def _names_part(value: Any, hint: Any) -> bool:
+    """Return whether a setting that holds a part is given as the name of one of policygrad's, or as its call."""
+    is_held = any(isinstance(kind, type) and issubclass(kind, Part) for kind in (hint, *typing.get_args(hint)))
+    return is_held and isinstance(value, str) and not is_user_reference(value)
 
 
 # A configuration for people, from its TOML alone, so that a run can be read about without its custom parts.
@@ -332,7 +360,7 @@ PART_LABELS = {
     "advantage": "advantage Ψ",
     "ratio": "ratio",
     "gate": "gate w",
-    "aggregation": "average c",
+    "aggregation": "aggregation c",
     "terms": "terms k",
     "corrections": "corrections",
     "shaping": "reward shaping",

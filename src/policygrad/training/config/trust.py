@@ -198,8 +198,8 @@ def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
         for key, value in algorithm.items():
             if key not in _TEXT_FIELDS:
                 yield from _code_of_parts(value)
-    else:
-        yield from _code_of_parts(algorithm)
+    elif isinstance(algorithm, str) and is_user_reference(algorithm):  # a name alone, which takes no settings
+        yield algorithm.rpartition(":")[0] or algorithm
 
 
 def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
@@ -216,7 +216,11 @@ def _code_of_plugins(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _code_of_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and is_user_reference(value):
+    if isinstance(value, str) and value.endswith(")"):  # with settings, as it is read
+        from policygrad.training.config.part_text import read_part_call
+
+        yield from _code_of_parts(read_part_call(value))
+    elif isinstance(value, str) and is_user_reference(value):
         yield value.rpartition(":")[0] or value
     elif isinstance(value, list):
         for item in value:
