@@ -12,7 +12,7 @@ from typing import Any
 
 from policygrad.errors import RunError
 from policygrad.trackers.console import format_count, format_duration
-from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, NOTES, RunNote, read_rows, summarise_notes
 from policygrad.training.config.serialization import format_option
 from policygrad.utils.filesystem import read_json, read_toml
 
@@ -33,6 +33,7 @@ class RunRecord:
     versions: Mapping[str, str]  # versions of packages, and the device; empty before the first checkpoint
     verified: str = ""  # the outcome of `policygrad verify`, as a sentence; "" = it was not verified
     changes: tuple[str, ...] = ()  # options changed on resume, as `after step 12: lr 0.01 -> 0.003`
+    notes: tuple[RunNote, ...] = ()  # what the run noted, the most frequent first
 
     @property
     def completions_file(self) -> Path:
@@ -74,7 +75,8 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
     config = _read_config(folder / CONFIG_FILES[kind])
     versions, changes = _read_history(folder)
     verified = str(_json(folder / "verify.json").get("summary", ""))
-    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, verified, changes)
+    notes = summarise_notes(read_json_rows(folder / NOTES))
+    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, verified, changes, notes)
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:

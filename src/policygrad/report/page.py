@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from policygrad.catalog import CATALOG
 from policygrad.pages.render import BANDS, render_page
+from policygrad.report.advantages import load_chain
 from policygrad.report.completions import (
     MAX_PAGE_CHARS,
     MAX_ROWS,
@@ -52,9 +53,9 @@ def render_report(runs: Sequence[RunRecord], live: bool = False, folder: Path | 
     """
     series = group_runs(runs)
     ordered = [run for group in series for run in group.runs]
+    share = (MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
     excerpts = [
-        excerpt_completions(run.completions_file, MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
-        for run in ordered
+        replace(excerpt_completions(run.completions_file, *share), chain=load_chain(run.config)) for run in ordered
     ]
     title = " and ".join(s.label for s in series) if len(series) <= 2 else f"{len(series)} configurations"
     task = ordered[0].config.get("task") or ordered[0].config.get("data")
