@@ -25,10 +25,10 @@ def unrewarded(small: pg.Run, output: Path) -> pg.Run:
 def test_a_note_is_shown_once_and_kept_at_every_step(small: pg.Run, tmp_path: Path) -> None:
     display = Record()
     run = pg.train(unrewarded(small, tmp_path / "run"), display=display).output
-    assert len([text for text in display.notes if text.startswith("step 1:")]) == 1
-    assert not [text for text in display.notes if text.startswith(("step 2:", "step 3:"))]
+    kinds = [text.partition("step ")[2][3:] for text in display.notes if text.startswith("step ")]
+    assert len(kinds) == len(set(kinds)) >= 1
     kept = [row for row in rows(run / "notes.jsonl") if row["step"] > 0]
-    assert [row["step"] for row in kept] == [1, 2, 3]
+    assert [row["step"] for row in kept if row["kind"] == kept[0]["kind"]] == [1, 2, 3]
     assert not [row for row in kept if row["text"].startswith("step")]
     (first, *_) = read_run(run).notes
     assert first.describe().endswith("(3 times, last at step 3)")
@@ -47,7 +47,7 @@ def test_the_end_of_a_run_has_its_error_and_the_next_commands(
     sizes = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "4"]
     model = ["--model", str(random_model), "--reward", f"{tmp_path / 'mine.py'}:vowels", "--evaluation.problems", "8"]
     (tmp_path / "mine.py").write_text(
-        "def vowels(prompts, completions, **columns):\n    return [float('e' in c) + 0.1 * len(p) for p, c in zip(prompts, completions)]\n"
+        "def vowels(prompts, completions, **columns):\n    return [0.1 * len(p) for p in prompts]\n"
     )
     output = str(tmp_path / "run")
     code, out, err = run_command("train", "grpo", "--plain", "--output", output, *model, *sizes)

@@ -178,8 +178,8 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
 
     A prompt is a list of [role, text, places of its pictures in `pictures`, if any]; pictures are data: URIs. Keys of a row: r run,
     s step, p prompt, c completion, w reward, and if present a advantage, n tokens, t truncated, g group, x value of each reward,
-    u turns, b branches, d demonstration; f and e are places in `said`: what the algorithm computed for the group, and the arithmetic
-    of this advantage.
+    u turns, b branches, d demonstration; f and e are places in `said`: what the algorithm computed for the group, and the
+    arithmetic of this advantage.
     """
     said: dict[str, int] = {}
     prompts: dict[Any, int] = {}

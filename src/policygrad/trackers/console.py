@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 from policygrad.trackers.base import RunInfo, Tracker, choose_sample
 
-
 Z_95 = 1.96
 """Standard errors on either side of a mean that make its 95 % interval."""
 

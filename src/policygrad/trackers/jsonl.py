@@ -1,5 +1,5 @@
-"""A run's JSON lines: `metrics.jsonl`, one object per step, `completions.jsonl`, one per completion, and `notes.jsonl`, one for each
-step at which the run noted something.
+"""A run's JSON lines: `metrics.jsonl`, one object per step, `completions.jsonl`, one per completion, and `notes.jsonl`, one for
+each step at which the run noted something.
 
 Each step is flushed to the operating system, so that a killed process loses at most the line it was writing. `sync` waits for the
 disk: call it before saving a checkpoint, so that after a power cut the files have every step of the checkpoint. Non-finite
@@ -74,9 +74,9 @@ class JsonlTracker(Tracker):
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, so that a resumed run's files equal those of an uninterrupted run.
 
-        Lines of metrics and notes that cannot be read are dropped too, and these files are replaced atomically. Completions, which may be
-        hundreds of megabytes, are read from their end, up to the last line that stays. Returns the number of lines dropped.
-        Raises RunError.
+        Lines of metrics and notes that cannot be read are dropped too, and these files are replaced atomically. Completions,
+        which may be hundreds of megabytes, are read from their end, up to the last line that stays. Returns the number of lines
+        dropped. Raises RunError.
         """
         with convert_write_errors(self.folder, self.folder):
             dropped = self._drop_rows(METRICS, step) + self._drop_rows(NOTES, step) + self._drop_completions(step)
