@@ -27,7 +27,7 @@ def render_page(
     Args:
         body: A template that extends `frame.html`, rendered with `values`.
         data: The data that the scripts draw, read by `plots.js`.
-        styles, scripts: Files besides `page.css` and `plots.js`.
+        styles, scripts: Files besides `page.css`, `plots.js` and `downloads.js`.
     """
     from jinja2 import DictLoader, Environment  # imported only for pages
 
@@ -40,7 +40,7 @@ def render_page(
     environment.filters |= {"typeset": render_math, "formula": render_formula} | (filters or {})
     page = environment.from_string(_text(body)).render(
         style="".join(map(_text, (WEB / "page.css", *styles))),
-        script="\n".join(map(_text, (WEB / "plots.js", *scripts))),
+        script="\n".join(map(_text, (WEB / "plots.js", WEB / "downloads.js", *scripts))),
         data=embed_json(data),
         **values,
     )

@@ -121,16 +121,24 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
         if more.get("unit") == name:  # the page shows "NAME, UNIT"
             del more["unit"]
         metrics[name] |= more
-    always_zero = {name for name, m in metrics.items() if not any(any(line["value"]) for line in m["lines"] if line)}
-    hidden = always_zero.intersection(HIDDEN_WHEN_ZERO)
     return {
         "series": [group.label for group in series],
         "runs": [f"{group.label}, seed {run.config.get('seed', '–')}" for group in series for run in group.runs],
-        "first": [name for name in KEY_METRICS if name in names and name not in hidden],
+        "first": choose_first_metrics(series),
         "chapters": {title: named for title, named in sections.items() if named},
         "metrics": metrics,
         "completions": embed_completions(excerpts),
     }
+
+
+def choose_first_metrics(series: Sequence[Series]) -> list[str]:
+    """Return the metrics that are shown first, without those that are always 0 where that says nothing."""
+
+    def is_shown(name: str) -> bool:
+        values = [value for group in series for run in group.runs for _, value in run.metrics.get(name, ())]
+        return any(values) if name in HIDDEN_WHEN_ZERO else bool(values)
+
+    return [name for name in KEY_METRICS if is_shown(name)]
 
 
 def _describe_series(group: Series, folder: Path | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ function panel(name, tall, ...above) {
   const svg = make("svg", { tabindex: 0, role: "img", "aria-label": `${titleOf(name)} over the steps. Arrow keys read the values.` });
   const draw = bandPanel(svg, ofMetric(name, tall));
   const figure = make("figure", { "data-metric": name }, ...above, make("div", { class: "panel" }, svg));
+  downloads(figure, `${name}${tall[0] > 200 ? "-large" : ""}`, () => tableOf({ label: "step", values: DATA.metrics[name].x }, DATA.series, DATA.metrics[name].lines));
   watch(figure, draw);
   return [figure, draw];
 }
@@ -77,7 +78,7 @@ function fillPicker(select) {
 function showMetric(name) {
   const figure = document.getElementById("picked"), said = document.getElementById("meaning"), metric = DATA.metrics[name];
   if (!metric) return () => {};
-  const [plot, draw] = panel(name, [240, 380], make("p", { class: "axis-name" }, make("b", {}, titleOf(name)), metric.unit ? `, ${metric.unit}` : "", " ", make("code", {}, name)));
+  const [plot, draw] = panel(name, [240, 380], make("p", { class: "axis-name" }, make("b", {}, titleOf(name)), metric.unit ? `, ${metric.unit}` : "", ...(titleOf(name) === name ? [] : [" ", make("code", {}, name)])));
   figure.replaceChildren(plot, metricTable(name));
   const meant = (label, text) => (text ? [make("p", { class: "meant" }, make("b", {}, label), " ", text)] : []);
   said.replaceChildren(...meant("What it is:", metric.text), ...meant("When it moves:", metric.interpretation));
@@ -137,6 +138,7 @@ function timeline(figure) {
   };
   svg.onpointerleave = svg.onblur = hush;
   figure.replaceChildren(title, make("div", { class: "panel" }, svg));
+  downloads(figure, "seconds-of-a-step", () => [["step", ...there.map(([, what]) => what)], ...bars.map(([, step, took]) => [step, ...took])]);
   watch(figure, draw);
   return draw;
 }
