@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,6 +243,30 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     tab.locator("#picked svg[role=img]").focus()
     tab.keyboard.press("End")
     assert "step: 8" in tab.locator("#tip").inner_text()
+    tab.close()
+    assert wrong == []
+
+
+@pytest.mark.full
+def test_every_plot_can_be_downloaded(chromium: Browser, file: Path, tmp_path: Path) -> None:
+    tab, wrong = opened(chromium, file)
+    assert tab.locator(".take").count() == tab.locator(".panel svg[role=img]").count() == 6
+    figure = tab.locator('#first [data-metric="eval/reward"]')
+    for kind in ("SVG", "PNG", "CSV"):
+        with tab.expect_download() as download:
+            figure.get_by_role("button", name=kind).click()
+        download.value.save_as(tmp_path / kind)
+        assert download.value.suggested_filename == f"eval-reward.{kind.lower()}"
+    svg = ElementTree.parse(tmp_path / "SVG").getroot()
+    words = "".join(svg.itertext())
+    assert "held-out reward" in words
+    assert "gspo" in words  # the legend
+    assert "var(--" not in (tmp_path / "SVG").read_text()
+    assert (tmp_path / "PNG").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "CSV").read_text().splitlines()[:2] == [
+        'step,dapo,"dapo, low","dapo, high",gspo',
+        "0,0.1,0.1,0.1,0.1",
+    ]
     tab.close()
     assert wrong == []
 

@@ -30,6 +30,7 @@ def pluralise(shown: object, noun: str) -> str:
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
+NEAR_END = 0.02  # fraction of an axis by which a curve may stop before its row's end
 FEW_SEEDS = 10  # number of seeds below which the report warns that percentile intervals are too narrow
 # Settings that the report lists if rows differ in them.
 SETTINGS = {
@@ -320,9 +321,10 @@ def build_report(
     kinds = tuple(_kind(rows, [[*outcomes[row.label].values()] for row in rows], share) for rows in groups)
     axes = dict[str, tuple[float, ...]]()
     every = [o for runs in outcomes.values() for o in runs.values()]
-    for axis in AXES:  # the evaluations of the run that goes furthest: between two of them nothing was measured
+    for axis in AXES:
         furthest = max((o.axis(axis) for o in every), key=lambda points: (points[-1], len(points)), default=(0.0,))
-        axes[axis] = tuple(dict.fromkeys(round(x, 3) for x in furthest))
+        ends = [min(o.axis(axis)[-1] for o in runs.values()) for runs in outcomes.values() if runs]
+        axes[axis] = _choose_points(furthest, ends)
     rows = tuple(
         _row(plan, row, results, kinds[kind_of[row.label]], kind_of[row.label], outcomes[row.label], axes)
         for row in plan.rows
@@ -358,6 +360,16 @@ def build_report(
         differences=tuple(describe_differences(report)),
         caveats=tuple(describe_caveats(report)),
     )
+
+
+def _choose_points(furthest: Sequence[float], ends: Sequence[float]) -> tuple[float, ...]:
+    """Return the points of all curves: the evaluations of the run that goes furthest, for nothing was measured between them, and
+    the ends of rows that no point below is near."""
+    points = sorted(set(furthest))
+    for end in sorted(ends):
+        if not any(0 <= end - point <= NEAR_END * points[-1] for point in points):
+            points = sorted([*points, end])
+    return tuple(points)
 
 
 def make_claim(report: ComparisonReport, pair: RowPair) -> Claim:

@@ -35,13 +35,28 @@ def _draw_scatter(rows: list[dict[str, Any]], algorithms: Mapping[str, Algorithm
         values = [v if f == family and v > 0 else None for (_, v, _), f in zip(points, families, strict=True)]
         return {"series": used.index(family), "values": values, "names": [name for _, _, name in points]}
 
-    panel = {"label": "variance / ‖∇J‖²", "log": True, "low": None, "high": None, "lines": [line(f) for f in used]}
+    lines = [line(f) for f in used]
+    shown = [v for _, v, _ in points if v > 0]
+    panel = {
+        "label": "variance / ‖∇J‖²",
+        "log": True,
+        "low": min(shown) / 1.2,
+        "high": max(shown) * 1.2,
+        "lines": lines,
+    }
+    largest = max(bias for bias, _, _ in points)
     words = side.replace("_", "-")
     return Figure(
         f"bias-and-variance-{words}",
         f"Bias and variance of each algorithm's gradient, {words}",
         {
-            "x": {"label": "bias / ‖∇J‖", "values": [b for b, _, _ in points], "log": False},
+            "x": {
+                "label": "bias / ‖∇J‖",
+                "values": [b for b, _, _ in points],
+                "log": False,
+                "low": -0.03 * largest,
+                "high": 1.15 * largest,
+            },
             "series": [FAMILIES[f] for f in used],
             "panels": [panel],
         },

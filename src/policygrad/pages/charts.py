@@ -127,15 +127,23 @@ def _panel(left: float, top: float, width: float, x: Mapping[str, Any], panel: M
     yield f'<text class="small" x="{start:g}" y="{top + 18:g}">{escape(panel["label"])}</text>'
     yield f'<text class="small" x="{(start + end) / 2:g}" y="{floor + 34:g}" text-anchor="middle">{escape(x["label"])}</text>'
     yield f'<svg x="{start:g}" y="{roof - 2:g}" width="{end - start:g}" height="{floor - roof + 4:g}" overflow="hidden">'
+    taken = list[tuple[float, float, float]]()
     for line in panel["lines"]:
-        yield from _draw_line(line, panel["log"], x["values"], lambda a, v: (xs(a) - start, ys(v) - roof + 2))
+        yield from _draw_line(line, panel["log"], x["values"], lambda a, v: (xs(a) - start, ys(v) - roof + 2), taken)
     yield "</svg>"
 
 
 def _draw_line(
-    line: Mapping[str, Any], log: bool, xs: Sequence[float], place: Callable[[float, float], tuple[float, float]]
+    line: Mapping[str, Any],
+    log: bool,
+    xs: Sequence[float],
+    place: Callable[[float, float], tuple[float, float]],
+    taken: list[tuple[float, float, float]],
 ) -> Iterator[str]:
-    """Yield a line's band, and the line, or its points where these have names."""
+    """Yield a line's band, and the line, or its points where these have names.
+
+    taken: (left, right, y) of the names in the panel; one that would cover another is left to the point's own title.
+    """
     number = line["series"]
     colour = number % len(LIGHT)
 
@@ -152,7 +160,11 @@ def _draw_line(
         for at, name in zip(places, names, strict=True):
             across, down = at.split()
             yield f'<circle class="f{colour}" cx="{across}" cy="{down}" r="4"><title>{escape(name)}</title></circle>'
-            yield f'<text class="small" x="{float(across) + 6:.1f}" y="{float(down) - 5:.1f}">{escape(name)}</text>'
+            left, y = float(across) + 6, float(down) - 5
+            right = left + LETTER * len(name)
+            if not any(left < b and a < right and abs(y - other) < ROW / 2 for a, b, other in taken):
+                taken.append((left, right, y))
+                yield f'<text class="small" x="{left:.1f}" y="{y:.1f}">{escape(name)}</text>'
         return
     yield f'<path class="curve c{colour}" {_dash(number)}d="M{"L".join(places)}"/>'
     if "band_low" in line and len(places) <= FEW:
@@ -177,4 +189,4 @@ def _given(output: Mapping[str, Any], name: str, otherwise: float) -> float:
 
 def _number(value: float) -> str:
     """0.3 and not 0.30000000000000004; a minus is a minus."""
-    return f"{value:.4g}".replace("-", "−")
+    return f"{value:,.0f}" if 1e4 <= value < 1e7 else f"{value:.4g}".replace("-", "−")

@@ -159,48 +159,26 @@ def format_latex_cell(cell: Cell) -> str:
         return rf"${cell.value:.3f}$ {{\scriptsize [${cell.low:.3f}$, ${cell.high:.3f}$]}}"
     if cell is None:
         return "--"
-    return escape_latex(cell) if isinstance(cell, str) else f"${cell:.4g}$"
+    if isinstance(cell, str):
+        return escape_latex(cell)
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"${cell:.4g}$"
 
 
 LATEX = {char: rf"\{char}" for char in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
-    **{char: f"${char}$" for char in "<>"},
     "–": "--",
     "…": r"\ldots{}",
     "²": "$^2$",
     "½": r"$\frac{1}{2}$",
     "−": "$-$",
-    **{
-        char: rf"$\{name}$"
-        for char, name in zip(
-            "±→≤≥∇‖πΨλβδθε·×Σ÷≠√∞",
-            [
-                "pm",
-                "to",
-                "le",
-                "ge",
-                "nabla",
-                "|",
-                "pi",
-                "Psi",
-                "lambda",
-                "beta",
-                "delta",
-                "theta",
-                "epsilon",
-                "cdot",
-                "times",
-                "Sigma",
-                "div",
-                "ne",
-                "surd",
-                "infty",
-            ],
-            strict=True,
-        )
-    },
+    "‖": r"$\|$",
+    **{char: f"${char}$" for char in "<>"},
+    **{char: rf"$\{name}$" for char, name in zip("±→≤≥≠∞", ("pm", "to", "le", "ge", "ne", "infty"), strict=True)},
+    **{char: rf"$\{name}$" for char, name in zip("∇·×÷Σ", ("nabla", "cdot", "times", "div", "Sigma"), strict=True)},
+    **{char: rf"$\{name}$" for char, name in zip("πΨλβδ", ("pi", "Psi", "lambda", "beta", "delta"), strict=True)},
+    **{char: rf"$\{name}$" for char, name in zip("θεφμ", ("theta", "epsilon", "phi", "mu"), strict=True)},
 }
 """What LaTeX reads otherwise, and signs that its usual letters lack."""
 

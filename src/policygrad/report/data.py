@@ -232,9 +232,9 @@ def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) ->
     xs = sorted({x for values in merged for x in values})
     lines = [_line(values, xs) if values else None for values in merged]
     has_error = False
-    for line, group in zip(lines, series, strict=True):  # of one run the band is what its evaluation's error says
-        errors = dict(group.runs[0].metrics.get(f"{name}_stderr", ()))
-        if line is not None and "low" not in line and len(group.runs) == 1 and any(errors.values()):
+    for line, each in zip(lines, series, strict=True):  # of one run the band is what its evaluation's error says
+        errors = dict(each.runs[0].metrics.get(f"{name}_stderr", ()))
+        if line is not None and "low" not in line and len(each.runs) == 1 and any(errors.values()):
             has_error = True
             for key, sign in (("low", -1), ("high", 1)):
                 line[key] = [
