@@ -64,3 +64,11 @@ def test_a_run_shows_its_step_in_progress_while_its_process_is_there(tmp_path: P
     assert not ended.is_running
     (folder / "result.json").write_text('{"steps": 3}')
     assert find_step_in_progress(read_run(folder)) is None
+
+
+def test_many_configurations_are_a_table(tmp_path: Path) -> None:
+    runs = [read_run(run_folder(tmp_path / f"{i}", [HELD[0], *STEPS, HELD[1]], lr=0.1 * i)) for i in range(1, 5)]
+    text = render_report(runs)
+    assert "<h1>dapo, 4 configurations</h1>" in text
+    assert text.count("-0.060 ± 0.083 at 95 %, within noise</td>") == 4
+    assert '<th scope="row">lr=0.1</th>' in text
