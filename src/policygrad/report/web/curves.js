@@ -19,7 +19,7 @@ function titleOf(name) { return DATA.metrics[name].title ?? name; }
 
 // The name of a metric with its unit; pressed, it is shown in large.
 function heading(name, pick) {
-  const metric = DATA.metrics[name], unit = metric.unit && metric.unit !== titleOf(name) ? `, ${metric.unit}` : "";
+  const metric = DATA.metrics[name], unit = metric.unit && !titleOf(name).includes(metric.unit) ? `, ${metric.unit}` : "";
   const button = make("button", { type: "button", title: metric.text ? `${name}: ${metric.text}` : name }, make("b", {}, titleOf(name)), unit);
   button.addEventListener("click", () => { pick(name); document.getElementById("metric").scrollIntoView(); });
   return make("p", { class: "axis-name" }, button);
