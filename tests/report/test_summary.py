@@ -11,7 +11,7 @@ from typing import Any
 from doubles.runs import run_folder
 from policygrad.report.data import group_runs, read_run
 from policygrad.report.page import render_report
-from policygrad.report.summary import find_step_in_progress, load_equation, summarise_result
+from policygrad.report.summary import find_step_in_progress, list_notes, load_equation, summarise_result
 from policygrad.trackers import JsonlTracker
 
 HELD = [(0, {"eval/reward": 0.15, "eval/reward_stderr": 0.03}), (8, {"eval/reward": 0.09, "eval/reward_stderr": 0.03})]
@@ -72,3 +72,16 @@ def test_many_configurations_are_a_table(tmp_path: Path) -> None:
     assert "<h1>dapo, 4 configurations</h1>" in text
     assert text.count("-0.060 ± 0.083 at 95 %, within noise</td>") == 4
     assert '<th scope="row">lr=0.1</th>' in text
+
+
+def test_notes_of_several_runs_are_told_once(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / name, STEPS, seed=seed) for seed, name in enumerate("abc")]
+    for share, folder in zip((81, 92), folders, strict=False):
+        with JsonlTracker(folder) as files:
+            files.append_note(share - 80, f"{share}% were cut off", "truncated")
+    with JsonlTracker(folders[2]) as files:
+        files.append_note(0, "few groups", "few groups")
+    assert list_notes([read_run(folder) for folder in folders]) == [
+        ("2 of 3 runs", "92% were cut off (2 times, last at step 12)"),
+        (str(folders[2]), "few groups (before the first step)"),
+    ]

@@ -15,7 +15,7 @@ from typing import Any
 from policygrad.errors import PolicygradError
 from policygrad.report.data import RunRecord, Series
 from policygrad.trackers.console import Z_95, format_duration
-from policygrad.trackers.jsonl import METRICS
+from policygrad.trackers.jsonl import METRICS, RunNote, name_kind
 from policygrad.training.config.serialization import format_option
 
 RESULTS = {
@@ -186,5 +186,17 @@ def _is_running(lock: Path) -> bool:
 
 
 def list_notes(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return (run, note) of what the runs noted, without the run where there is one alone."""
-    return [(run.folder.name if len(runs) > 1 else "", note.describe()) for run in runs for note in run.notes]
+    """Return (which runs, note) of what the runs noted, each kind once, those of most runs first; "" for a single run."""
+    by_kind: dict[str, list[tuple[RunRecord, RunNote]]] = {}
+    for run in runs:
+        for note in run.notes:
+            by_kind.setdefault(name_kind(note.text), []).append((run, note))
+    listed = list[tuple[str, str]]()
+    for found in sorted(by_kind.values(), key=lambda found: -len(found)):
+        notes = [note for _, note in found]
+        text = RunNote(
+            notes[-1].text, sum(note.count for note in notes), max(note.last_step for note in notes)
+        ).describe()
+        which = str(found[0][0].folder) if len(found) == 1 else f"{len(found)} of {len(runs)} runs"
+        listed.append((which if len(runs) > 1 else "", text))
+    return listed
