@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pages.figures import chart
 from pages.markdown import fill_blocks
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.base import Advantage
@@ -26,6 +25,7 @@ from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import LabReport, build_lab_report, select_experiments, single_threaded
 from policygrad.lab.setting import LabSetting, supported_algorithms
 from policygrad.lab.worlds import walk_setting
+from policygrad.pages.charts import chart
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("lab", "turns", "primer")

@@ -60,7 +60,7 @@ def take_report_pictures(runs: list[Path]) -> None:
     from policygrad.report.page import render_report
 
     views = {
-        "wide": View(1280, 1240),
+        "wide": View(1280, 1000),
         "completions": View(1280, 1000, scroll_to="#completions"),
         "dark": View(1280, 1000, "dark", "#curves"),
         "narrow": View(390, 1400, scroll_to="#curves"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from measure_lengths import COMMON, GROUP, GROUP_WAYS, MICRO_TOKENS, SHAPES, TRL, WAYS
 
-from pages.figures import chart
 from pages.markdown import Data, load, table
+from policygrad.pages.charts import chart
 
 LARGE, SMALL = SHAPES
 KIB = 1024

@@ -111,7 +111,7 @@ def test_a_run_from_training_to_its_report(read_json: Callable[..., list[Any]], 
     [verified] = read_json(0, "verify", "run")
     assert verified["status"] == "holds"
     [page] = read_json(0, "report", "run")
-    assert page == {"page": "run/report.html", "url": None, "runs": ["run"]}
+    assert page == {"page": "run/report.html", "url": None, "runs": ["run"], "export": None}
     [error] = read_json(2, "export", "run")
     assert "the trained model is already in run/model" in error["error"]["message"]
 

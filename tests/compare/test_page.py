@@ -84,7 +84,7 @@ def test_the_page_names_model_task_and_learning_rates(result: ComparisonReport, 
         f"model {MEASURE['model']}, task {MEASURE['task']}; other: model {MEASURE['model']}, task embedded_steps."
         in shown
     )
-    table = re.search(r'<table class="sortable">(.*?)</table>', text, re.DOTALL)
+    table = re.search(r'<table class="sortable fitted">(.*?)</table>', text, re.DOTALL)
     assert table is not None
     rates = dict(re.findall(r'<th scope="row">(\w+)</th>\s*<td data-v="[^"]*">([^<]*)</td>', table[1]))
     assert {label: rates[label].rstrip("*") for label in LABELS} == {
@@ -94,7 +94,7 @@ def test_the_page_names_model_task_and_learning_rates(result: ComparisonReport, 
 
 def test_entropy_kl_and_length_are_shown_with_the_score(text: str) -> None:
     heads = re.findall(r"<button[^>]*>([^<]+)</button></th>", text)
-    at = heads.index("equal seconds")
+    at = heads.index("runs that get there")
     assert heads[at + 1 : at + 5] == ["entropy", "KL", "length", "cut off"]
 
 
@@ -137,6 +137,10 @@ def opened(chromium: Browser, file: Path, width: int = 1280, scheme: str = "ligh
 def test_the_page_fits_the_window_in_light_and_dark(chromium: Browser, file: Path, width: int, scheme: str) -> None:
     page, wrong = opened(chromium, file, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
+    if width == 1280:
+        tables = "[...document.querySelectorAll('table.fitted')]"
+        widths = page.evaluate(f"{tables}.map((table) => [table.scrollWidth, table.parentNode.clientWidth])")
+        assert all(table <= window for table, window in widths)
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, paper[4:-1].split(","))) > 600) == (scheme == "light")
     page.close()

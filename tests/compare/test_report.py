@@ -11,11 +11,13 @@ import pytest
 
 from doubles.comparison import MEASURE, StubRunner, plan, row
 from policygrad.commands.compare import format_comparison
+from policygrad.compare.figures import build_export
 from policygrad.compare.page import render_comparison
 from policygrad.compare.plan import FIRST_TUNING_SEED, Job
-from policygrad.compare.report import ComparisonReport, RowReport, build_report
+from policygrad.compare.report import ComparisonReport, RowReport, build_report, format_learning_rate
 from policygrad.compare.runner import ComparisonRun, Results, RunOutcome
 from policygrad.errors import ConfigError
+from policygrad.pages.export import render_export
 
 GRID = (1e-4, 1e-3)
 
@@ -145,10 +147,7 @@ def test_reversed_rankings_are_reported() -> None:
     """Ahead at equal tokens, behind at equal updates: nine runs each, so that both are apart."""
     many = [outcome(0.8 + i / 1000, updates=40.0) for i in range(9)]
     result = by_hand({"many": many, "few": [outcome(0.6 + i / 1000) for i in range(9)]})
-    assert (
-        "Of 1 pairs that are apart at equal tokens and at equal updates, 1 is in the opposite order"
-        in result.ranking[-1]
-    )
+    assert "Of 1 pair apart at equal tokens and at equal updates, 1 is in the opposite order" in result.ranking[-1]
     assert "many and few" in result.ranking[-1]
 
 
@@ -220,3 +219,29 @@ def test_a_curve_ends_where_its_shortest_run_does() -> None:
     ]
     assert max(there) == 60.0
     assert result.axes["tokens"][-1] == 100.0
+
+
+def test_curves_have_the_points_of_evaluations_and_the_ends_of_rows() -> None:
+    result = by_hand(
+        {"near": [outcome(0.6, tokens=99.0)], "short": [outcome(0.6, tokens=80.0)], "long": [outcome(0.6)]}
+    )
+    assert result.axes["tokens"] == (0.0, 50.0, 80.0, 99.0, 100.0)
+    assert result.axes["updates"] == (0.0, 5.0, 10.0)
+
+
+def test_the_learning_rate_is_the_one_that_runs_logged() -> None:
+    logged = [replace(outcome(0.6), lr=3e-4 / 4**0.5)]
+    result = by_hand({"logged": logged, "planned": [outcome(0.6)]})
+    assert [format_learning_rate(row) for row in result.rows] == ["0.00015", "0.0003"]
+
+
+def test_an_export_has_curves_scores_and_each_claim() -> None:
+    result = by_hand(
+        {"high": [outcome(0.8 + i / 100) for i in range(5)], "low": [outcome(0.5 + i / 100) for i in range(5)]}
+    )
+    export = build_export(result)
+    assert [figure.name for figure in export.figures] == ["curves-tokens", "curves-updates", "curves-seconds"]
+    assert [table.name for table in export.tables] == ["scores", "effort", "claims"]
+    assert export.sentences[0].startswith("Allowed: high scores higher than low at equal tokens")
+    assert export.command == result.command
+    render_export(export)

@@ -12,10 +12,10 @@ import make_docs
 from make_lab import PRIMER_FIGURES
 from pages import algorithms as lab_numbers
 from pages import figures as gate
-from pages.figures import Scale, chart
 from policygrad.algorithms import ALGORITHMS
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.lab.setting import supported_algorithms
+from policygrad.pages.charts import Scale, chart
 
 DRAWN = {
     "x": {"label": "x", "values": (0.0, 1.0, 2.0), "log": False},

@@ -18,6 +18,7 @@ def test_runs_that_differ_by_seed_are_one_series_and_others_name_the_difference(
     ]
     result = group_runs([read_run(folder) for folder in made])
     assert [group.label for group in result] == ["dapo lr=0.1", "dapo lr=0.2", "gspo"]
+    assert [group.label for group in group_runs([read_run(folder) for folder in made[:2]])] == ["lr=0.1", "lr=0.2"]
     assert [run.folder.name for run in result[0].runs] == ["a", "c"]
 
 
@@ -29,6 +30,13 @@ def test_a_point_is_the_mean_over_runs_and_the_band_their_range(tmp_path: Path) 
     both = {"value": [2.0, 4.0], "low": [1.0, 4.0], "high": [3.0, 4.0]}
     assert build_curves(series, "reward") == {"x": [1, 2], "lines": [both, {"value": [None, 7.0]}], "per": 1}
     assert build_curves(series, "eval/reward") == {"x": [0], "lines": [{"value": [0.0]}, None], "per": 1}
+
+
+def test_the_band_of_one_run_is_the_interval_of_its_evaluation(tmp_path: Path) -> None:
+    held = [(step, {"eval/reward": 0.5, "eval/reward_stderr": 0.1}) for step in (0, 4)]
+    plot = build_curves(group_runs([read_run(run_folder(tmp_path / "a", held))]), "eval/reward")
+    assert plot["error"]
+    assert plot["lines"] == [{"value": [0.5, 0.5], "low": [0.304, 0.304], "high": [0.696, 0.696]}]
 
 
 def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:

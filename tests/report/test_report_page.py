@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,9 @@ def test_the_page_names_algorithms_settings_seeds_and_scores(text: str) -> None:
     assert "<h1>dapo and gspo</h1>" in text
     assert "<dt>gate w</dt><dd><code>Clip(low=0.2)</code></dd>" in text
     assert "<dt>seeds</dt><dd>0, 1</dd>" in text
-    assert "<dt>held-out reward</dt><dd>0.100 → 0.900</dd>" in text
+    said = re.sub(r"\s+", " ", text)
+    assert '0.100 → <b>0.900</b> <span class="change">+0.800 (+0.700 to +0.900 over 2 runs)</span>' in said
+    assert "dapo on embedded, model tiny, 8 steps in 24s, 2 runs" in said
     assert "3 runs are not over yet" in text
 
 
@@ -88,8 +92,9 @@ def test_runs_of_different_lengths_state_the_range_of_steps(tmp_path: Path) -> N
         read_run(run_folder(tmp_path / name, [(s, {"reward": 0.5}) for s in range(1, last + 1)], name=name))
         for name, last in (("dapo", 16), ("gspo", 12))
     ]
-    assert '<p class="lede" data-live="lede">12 to 16 steps.' in render_report(runs)
-    assert '<p class="lede" data-live="lede">16 steps.' in render_report(runs[:1])
+    runs += [replace(runs[0], folder=tmp_path / "later", metrics={"reward": runs[0].metrics["reward"][:12]})]
+    assert "12 to 16 of 8 steps" in render_report([runs[0], runs[2]])
+    assert "16 of 8 steps" in render_report(runs[:1])
 
 
 def test_a_unit_that_repeats_the_name_is_omitted(text: str) -> None:
@@ -238,6 +243,30 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     tab.locator("#picked svg[role=img]").focus()
     tab.keyboard.press("End")
     assert "step: 8" in tab.locator("#tip").inner_text()
+    tab.close()
+    assert wrong == []
+
+
+@pytest.mark.full
+def test_every_plot_can_be_downloaded(chromium: Browser, file: Path, tmp_path: Path) -> None:
+    tab, wrong = opened(chromium, file)
+    assert tab.locator(".take").count() == tab.locator(".panel svg[role=img]").count() == 6
+    figure = tab.locator('#first [data-metric="eval/reward"]')
+    for kind in ("SVG", "PNG", "CSV"):
+        with tab.expect_download() as download:
+            figure.get_by_role("button", name=kind).click()
+        download.value.save_as(tmp_path / kind)
+        assert download.value.suggested_filename == f"eval-reward.{kind.lower()}"
+    svg = ElementTree.parse(tmp_path / "SVG").getroot()
+    words = "".join(svg.itertext())
+    assert "held-out reward" in words
+    assert "gspo" in words  # the legend
+    assert "var(--" not in (tmp_path / "SVG").read_text()
+    assert (tmp_path / "PNG").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "CSV").read_text().splitlines()[:2] == [
+        'step,dapo,"dapo, low","dapo, high",gspo',
+        "0,0.1,0.1,0.1,0.1",
+    ]
     tab.close()
     assert wrong == []
 

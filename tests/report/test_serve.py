@@ -78,13 +78,13 @@ def test_the_page_is_rebuilt_only_when_the_run_changes(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [])  # not a step is done
     with serving(folder) as result:
         stamp, before = ask(result, f"/stamp?token={result.token}")[1], result.text()
-        assert "0 steps" in before
+        assert "0 of 8 steps" in before
         assert result.text() is before
         assert ask(result, f"/stamp?token={result.token}")[1] == stamp
         with JsonlTracker(folder) as files:
             files.log(1, {"reward": 0.5}, [row("1+1=", "2", 1.0)])
         assert ask(result, f"/stamp?token={result.token}")[1] != stamp
-        assert "1 step." in ask(result, f"/?token={result.token}")[1]
+        assert "1 of 8 steps" in ask(result, f"/?token={result.token}")[1]
         (folder / "run.toml").unlink()
         status, text = ask(result, f"/?token={result.token}")
         assert (status, "holds no run" in text) == (503, True)
@@ -134,6 +134,7 @@ def test_a_browser_shows_new_steps_and_keeps_its_filters(tmp_path: Path, chromiu
                 tab.fill("#text", "two")
                 assert tab.locator("#found").inner_text() == f"{step} of {2 * step} match."
         assert tab.locator('#first [data-metric="reward"] .curve').count() == 1
-        assert tab.locator("[data-live=lede]").inner_text().startswith("2 steps")
+        assert "2 of 8 steps" in tab.locator("[data-live=answers]").inner_text()
+        assert "step 3 of 8 in progress" in tab.locator("#now").inner_text()
         assert tab.input_value("#text") == "two"
         assert wrong == []

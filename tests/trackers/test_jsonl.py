@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from policygrad.errors import RunError
 from policygrad.trackers import JsonlTracker
+from policygrad.trackers.jsonl import RunNote, read_rows, summarise_notes
 
 
 def lines(path: Path) -> list[dict]:
@@ -65,6 +66,7 @@ def write(folder: Path, steps: range) -> None:
     with JsonlTracker(folder) as files:
         for step in steps:
             files.append_metrics(step, {"reward": step / 7, "note": "né\n"})
+            files.append_note(step, f"step {step}: {10 * step}% were cut off", "truncated")
             files.append_completions(step, [{"prompt": f"p{i}", "completion": "x" * i} for i in range(3)])
 
 
@@ -73,10 +75,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @settings(max_examples=60)
-@given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)), data=st.data())
-@example(cuts=(1.0, 1.0), data=None)
+@given(cuts=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), data=st.data())
+@example(cuts=(1.0, 1.0, 1.0), data=None)
 def test_a_log_cut_anywhere_and_resumed_equals_an_uninterrupted_one(tmp_path_factory, cuts, data):
-    """Both files are cut at any byte; the run goes on from any step whose lines are whole."""
+    """The files are cut at any byte; the run goes on from any step whose lines are whole."""
     unbroken, broken = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("broken")
     write(unbroken, range(1, 7))
     write(broken, range(1, 6))
@@ -120,7 +122,7 @@ def test_truncation_counts_and_drops_unreadable_lines(tmp_path):
     first, *rest = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + b"torn{\n" + b"".join(rest))
     with JsonlTracker(tmp_path) as files:
-        assert files.truncate_after(2) == 2 + 3
+        assert files.truncate_after(2) == 2 + 3 + 1
         assert files.truncate_after(2) == 0
         assert [row["step"] for row in lines(path)] == [1, 2]
         files.append_metrics(3, {})
@@ -143,7 +145,7 @@ def test_only_the_end_of_completions_is_read_when_a_run_resumes(tmp_path, monkey
     for step, kept in ((8, 8), (5, 5), (9, 5), (-1, 0)):
         parsed.clear()
         with JsonlTracker(tmp_path) as files:
-            monkeypatch.setattr(files, "_drop_metrics", lambda step: 0)
+            monkeypatch.setattr(files, "_drop_rows", lambda name, step: 0)
             dropped = files.truncate_after(step)
         after = lines(tmp_path / "completions.jsonl")
         assert after == before[: 2 * kept]
@@ -178,3 +180,29 @@ def test_a_full_disk_names_the_file(tmp_path):
         files.append_metrics(1, {"reward": 0.5})
     with suppress(OSError):
         files.close()
+
+
+def noted(folder: Path) -> tuple[RunNote, ...]:
+    return summarise_notes(row for _, row in read_rows(folder / "notes.jsonl") if row is not None)
+
+
+def test_notes_are_counted_by_kind_and_step(tmp_path):
+    with JsonlTracker(tmp_path) as files:
+        files.append_note(0, "few groups", "few groups", once=True)
+        for step in (1, 2, 2, 4):
+            files.append_note(step, f"step {step}: {20 * step}% were cut off", "truncated")
+        files.append_note(3, "step 3: grad_norm is 9.1, above 4.5", "step 3: grad_norm is 9.1, above 4.5")
+        files.append_note(4, "step 4: grad_norm is 30, above 2e+01", "step 4: grad_norm is 30, above 2e+01")
+    assert [note.describe() for note in noted(tmp_path)] == [
+        "80% were cut off (3 times, last at step 4)",
+        "grad_norm is 30, above 2e+01 (2 times, last at step 4)",
+        "few groups (before the first step)",
+    ]
+
+
+def test_what_each_process_notes_at_its_start_is_kept_once(tmp_path):
+    for step in (0, 5):
+        with JsonlTracker(tmp_path) as files:
+            files.truncate_after(step)
+            files.append_note(step, "few groups", "few groups", once=True)
+    assert noted(tmp_path) == (RunNote("few groups", 1, 0),)

@@ -32,6 +32,8 @@ def test_formats_of_counts_durations_and_changes():
         "1d01h",
     ]
     assert format_change(0.31, 0.74) == "0.31 -> 0.74  (+0.43)"
+    assert format_change(0.31, 0.74, half_width=0.05) == "0.31 -> 0.74  (+0.43 ± 0.05 at 95 %)"
+    assert format_change(0.15, 0.09, half_width=0.08) == "0.15 -> 0.09  (-0.06 ± 0.08 at 95 %, within noise)"
 
 
 @given(st.text())

@@ -16,7 +16,14 @@ import tyro
 
 from policygrad.commands import STOPPED
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_at_least_1, reject_cluster_flags, reject_empty_values, write_text_file
+from policygrad.commands.options import (
+    check_at_least_1,
+    check_export_folder,
+    reject_cluster_flags,
+    reject_empty_values,
+    write_figures,
+    write_text_file,
+)
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.styled import (
     HEAD,
@@ -368,6 +375,8 @@ class CompareOptions:
     """With --resume or --preregistered: code that the file and the runs in the folder may import."""
     trust_remote_code: bool = False
     """With --resume or --preregistered: allow Python code in a model's folder to run if the file requests it."""
+    export: Annotated[Path | None, optional_arg("FOLDER", "not written")] = None
+    """Also write figures (SVG, CSV), LaTeX tables with intervals, and the sentences that the data allow into this folder."""
     json: bool = False
     """Print the report as one JSON object instead of a table; comparison.json holds it, too."""
     dry_run: bool = False
@@ -389,6 +398,10 @@ class CompareOptions:
         if self.preregister is not None and (self.resume or self.preregistered or self.output or self.dry_run):
             raise ConfigError(
                 "--preregister writes a plan and runs nothing: omit --output, --resume, --preregistered and --dry-run"
+            )
+        if self.export is not None and (self.preregister is not None or self.dry_run):
+            raise ConfigError(
+                "--export writes figures of results, and --preregister and --dry-run run nothing: omit it"
             )
         if self.resume is not None and self.preregistered is not None:
             raise ConfigError("--resume continues a preregistered comparison as it began it; omit --preregistered")
@@ -526,6 +539,8 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
         note = note_preregistration(folder, registered, record_deviations(folder, deviations))
     else:
         plan = open_comparison(folder, plan)
+    if options.export is not None:
+        check_export_folder(options.export)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = options.threads or max(1, cores // options.jobs)
     with hold_lock(folder / "lock"):
@@ -543,6 +558,10 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
     else:
         print_lines(format_comparison(report, get_terminal_width()))
     _say(f"{folder / 'comparison.html'}")
+    if options.export is not None:
+        from policygrad.compare.figures import build_export
+
+        write_figures(options.export, build_export(report))
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
     if results.stopped:
@@ -558,7 +577,7 @@ def format_commands(plan: ComparisonPlan) -> str:
     """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
     lines, tuning = list[str](), plan.tuning_jobs()
     if tuning:
-        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
+        lines.append(f"# {pluralise(len(tuning), 'runs')} for tuning, {len(plan.rows) * len(plan.seeds)} to report")
     if few := too_few_seeds(plan):
         lines.append(f"# {few}")
     for planned in list_commands(plan):

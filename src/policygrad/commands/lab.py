@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_at_least_1, check_writable, merge_repeated_flags, write_text_file
+from policygrad.commands.options import (
+    check_at_least_1,
+    check_export_folder,
+    check_writable,
+    merge_repeated_flags,
+    write_figures,
+    write_text_file,
+)
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.render import build_matrix_row, format_part
 from policygrad.commands.styled import (
@@ -219,6 +226,8 @@ class LabOptions:
     """Print one JSON object instead of the table."""
     output: Annotated[Path | None, optional_arg("FILE.html", "a table in the terminal")] = None
     """Write one self-contained page with interactive plots."""
+    export: Annotated[Path | None, optional_arg("FOLDER", "not written")] = None
+    """Write figures (SVG, CSV), LaTeX tables with intervals, and the sentences that the data allow into this folder."""
 
     def __post_init__(self) -> None:
         check_at_least_1(self, "group_size")
@@ -309,6 +318,8 @@ def lab(args: list[str]) -> int:
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
+    if options.export is not None:
+        check_export_folder(options.export)
     alone = bool(options.part or options.algorithm) and not options.all
     omitted = list[str]()
     if alone:
@@ -337,9 +348,13 @@ def lab(args: list[str]) -> int:
     if options.output is not None:
         write_text_file(options.output, build_lab_page(result, chosen, command), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
+    if options.export is not None:
+        from policygrad.lab.figures import build_export
+
+        write_figures(options.export, build_export(result, chosen, command))
     if options.json:
         print_json(result.to_dict())
-    elif options.output is None:
+    elif options.output is None and options.export is None:
         pairs = [((base, chosen[base]), trial) for trial in trials.items()]
         print_lines(format_lab_report(result, width, pairs, brief=bool(options.part) and not options.all))
     if omitted:

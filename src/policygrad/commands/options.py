@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -32,7 +33,10 @@ from policygrad.training.config.serialization import from_dict, load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
-from policygrad.utils.filesystem import read_json
+from policygrad.utils.filesystem import read_json, write_atomically
+
+if TYPE_CHECKING:
+    from policygrad.pages.export import Export
 
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
@@ -230,6 +234,30 @@ def write_text_file(path: Path, text: str, option: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{option} {path} was not written: {error.strerror}; choose another path") from error
+
+
+def check_export_folder(folder: Path) -> None:
+    """Raise ConfigError if figures cannot be written there, before any work is done."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--export {folder} is a file: name a folder, which is created if it is not there")
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"--export {folder}: no permission to write there; choose another folder")
+
+
+def write_figures(folder: Path, export: Export) -> None:
+    """Write figures, tables and sentences into the folder, and say so on standard error. Raises RunError if that fails."""
+    from policygrad.pages.export import render_export
+
+    texts = render_export(export)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_atomically(folder / name, text)
+    except OSError as error:
+        file = error.filename or "a file"
+        raise RunError(f"--export {folder}: {file} was not written: {error.strerror}; choose another folder") from error
+    print(f"{folder}: {len(texts)} files, of which README.md names each; figures are SVG, not PDF", file=sys.stderr)
 
 
 def drop_trust_flag(base: Any, args: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Annotated, TypedDict
 import tyro
 
 from policygrad.commands.json_output import print_json, prints
-from policygrad.commands.options import check_writable, write_text_file
+from policygrad.commands.options import check_export_folder, check_writable, write_figures, write_text_file
 from policygrad.commands.parsing import parse_arguments
 from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
@@ -40,6 +41,8 @@ class ReportOptions:
     """Port of --watch."""
     host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1, this machine only")] = None
     """Address that --watch listens on. Clients need the token; http is not encrypted."""
+    export: Annotated[Path | None, optional_arg("FOLDER", "not written")] = None
+    """Also write figures (SVG, CSV), a LaTeX table with intervals, and the sentences that the data allow into this folder."""
     json: bool = False
     """Print one JSON object."""
 
@@ -50,6 +53,8 @@ class ReportOptions:
             raise ConfigError("--port and --host apply to --watch: add --watch")
         if self.watch and self.output is not None:
             raise ConfigError("--watch serves the page and --output writes it; give only one of them")
+        if self.watch and self.export is not None:
+            raise ConfigError("--watch serves the page and --export writes figures of it; give only one of them")
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
 
@@ -63,11 +68,13 @@ class ReportOutput(TypedDict):
     """The live page of --watch."""
     runs: list[str]
     """The runs' folders."""
+    export: str | None
+    """The folder of --export."""
 
 
 @prints(ReportOutput)
 def report(args: list[str]) -> int:
-    """Run `policygrad report RUN... [--output FILE | --watch]`."""
+    """Run `policygrad report RUN... [--output FILE | --watch] [--export FOLDER]`."""
     options = parse_arguments(ReportOptions, args, "report", *HELP)
     folders_given = tuple(dict.fromkeys(Path(run) for run in options.runs))
     folders = find_runs(folders_given)
@@ -76,7 +83,7 @@ def report(args: list[str]) -> int:
 
         with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:
             if options.json:
-                print_json({"page": None, "url": serving.url, "runs": folders})
+                print_json({"page": None, "url": serving.url, "runs": folders, "export": None})
             else:
                 print(serving.url, flush=True)
             with suppress(KeyboardInterrupt):
@@ -91,9 +98,15 @@ def report(args: list[str]) -> int:
         read_run(folders[0])  # raises, as for all of them
     path = options.output or (folders_given[0] if _is_comparison(folders_given[0]) else folders[0]) / "report.html"
     check_writable(path, "--output")
+    if options.export is not None:
+        from policygrad.report.figures import build_export
+
+        check_export_folder(options.export)
+        command = shlex.join(["policygrad", "report", *args])
+        write_figures(options.export, build_export([run for run in runs if run.metrics], command))
     write_text_file(path, render_report(runs, folder=path.parent), "--output")
     if options.json:
-        print_json({"page": path, "url": None, "runs": folders})
+        print_json({"page": path, "url": None, "runs": folders, "export": options.export})
     else:
         print(path)
     for run in runs:

@@ -51,12 +51,23 @@ class VerifyOptions:
     """Allow Python code in the model's folder or repository to run."""
 
 
+class NoteOutput(TypedDict):
+    """What the run noted while it trained."""
+
+    text: str
+    count: int
+    """Number of steps with a note of this kind."""
+    last_step: int
+
+
 class VerifyOutput(TypedDict):
     """The checks of a run; exit code 1 if one differs."""
 
     run: str
     status: Literal["holds", "differs", "not checked"]
     summary: str
+    notes: list[NoteOutput]
+    """The most frequent first."""
     findings: list[FindingOutput]
 
 

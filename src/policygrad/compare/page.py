@@ -39,7 +39,7 @@ def render_comparison(report: ComparisonReport) -> str:
         "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
         "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
         "pairs": pairs,
-        "rates": {name: _plot_tuning(report, name) for name in dict.fromkeys(row.tuned_option for row in tuned)},
+        "rates": {name: plot_tuning(report, name) for name in dict.fromkeys(row.tuned_option for row in tuned)},
     }
     known = {name for row in report.rows if row.summary for name in row.summary.means}
     labels = [row.label for row in report.rows]
@@ -79,7 +79,7 @@ def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
     }
 
 
-def _plot_tuning(report: ComparisonReport, option: str) -> dict[str, Any]:
+def plot_tuning(report: ComparisonReport, option: str) -> dict[str, Any]:
     """Return the plot of mean final scores over the values of a tuned option."""
     rows = [row for row in report.rows if row.tuned_option == option and row.tuning]
     values = sorted({tried.value for row in rows for tried in row.tuning})

@@ -21,7 +21,7 @@ from policygrad.compare.statistics import (
     probability_of_improvement,
     separation_by_chance,
 )
-from policygrad.compare.summary import POINTS, RowSummary, TunedValue
+from policygrad.compare.summary import RowSummary, TunedValue
 from policygrad.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ def pluralise(shown: object, noun: str) -> str:
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
+NEAR_END = 0.02  # fraction of an axis by which a curve may stop before its row's end
 FEW_SEEDS = 10  # number of seeds below which the report warns that percentile intervals are too narrow
 # Settings that the report lists if rows differ in them.
 SETTINGS = {
@@ -57,7 +58,7 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     if both:
         names = ", ".join(f"{p.first} and {p.second}" for p in turned[:6]) + " …" * (len(turned) > 6)
         yield (
-            f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
+            f"Of {pluralise(len(both), 'pairs')} apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
         )
     rungs = [row for row in report.rows if row.change and row.summary] if report.ladder else []
@@ -155,9 +156,13 @@ def too_few_seeds(plan: ComparisonPlan) -> str:
 
 
 def format_learning_rate(row: RowReport) -> str:
-    """Return the policy's learning rate; `none` without one."""
-    value = row.option_value if row.tuned_option == "--lr" and row.option_value is not None else row.settings.get("lr")
-    return "none" if value is None else f"{value:g}"
+    """Return the policy's learning rate, as its runs logged it, or else as planned; `none` without one."""
+    planned = (
+        row.option_value if row.tuned_option == "--lr" and row.option_value is not None else row.settings.get("lr")
+    )
+    used = None if row.summary is None or planned is None else row.summary.means.get("lr")
+    value = planned if used is None else used
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _group_by_value(values: Mapping[str, Any]) -> str:
@@ -315,9 +320,11 @@ def build_report(
     groups = [[row for row in plan.rows if kind_of[row.label] == number] for number in range(len(measures))]
     kinds = tuple(_kind(rows, [[*outcomes[row.label].values()] for row in rows], share) for rows in groups)
     axes = dict[str, tuple[float, ...]]()
-    for axis in AXES:  # points from 0 to the end of the longest run
-        end = max((o.axis(axis)[-1] for runs in outcomes.values() for o in runs.values()), default=0.0)
-        axes[axis] = tuple(round(end * i / (POINTS - 1), 3) for i in range(POINTS)) if end else (0.0,)
+    every = [o for runs in outcomes.values() for o in runs.values()]
+    for axis in AXES:
+        furthest = max((o.axis(axis) for o in every), key=lambda points: (points[-1], len(points)), default=(0.0,))
+        ends = [min(o.axis(axis)[-1] for o in runs.values()) for runs in outcomes.values() if runs]
+        axes[axis] = _choose_points(furthest, ends)
     rows = tuple(
         _row(plan, row, results, kinds[kind_of[row.label]], kind_of[row.label], outcomes[row.label], axes)
         for row in plan.rows
@@ -353,6 +360,16 @@ def build_report(
         differences=tuple(describe_differences(report)),
         caveats=tuple(describe_caveats(report)),
     )
+
+
+def _choose_points(furthest: Sequence[float], ends: Sequence[float]) -> tuple[float, ...]:
+    """Return the points of all curves: the evaluations of the run that goes furthest, for nothing was measured between them, and
+    the ends of rows that no point below is near."""
+    points = sorted(set(furthest))
+    for end in sorted(ends):
+        if not any(0 <= end - point <= NEAR_END * points[-1] for point in points):
+            points = sorted([*points, end])
+    return tuple(points)
 
 
 def make_claim(report: ComparisonReport, pair: RowPair) -> Claim:

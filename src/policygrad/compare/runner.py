@@ -59,6 +59,8 @@ class RunOutcome:
     fractions clipped."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds and wall seconds of the whole command, evaluations included."""
+    lr: float | None = None
+    """The largest learning rate of a step; None if the log has none."""
     gated_fraction: float | None = None
     """Fraction of tokens whose weight the gate cut or capped, mean over all steps; None for a gate that does neither."""
 
@@ -136,6 +138,7 @@ def _parse_outcome(folder: Path) -> RunOutcome:
         steps=int(last),
         diagnostics={name: sum(values) / len(values) for name, values in finals.items() if values},
         cost=read_cost(folder),
+        lr=max((float(row["lr"]) for row in steps.values() if row.get("lr") is not None), default=None),
         gated_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
 
@@ -300,7 +303,8 @@ class ComparisonRun:
         for job in (job for job in jobs if job not in todo):
             self._read(job)
         if jobs:
-            self.print_line(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].is_tuning else ''}runs to do")
+            kind = "tuning run" if jobs[0].is_tuning else "run"
+            self.print_line(f"{len(todo)} of {len(jobs)} {kind}{'s' * (len(jobs) != 1)} to do")
         with ThreadPoolExecutor(self.jobs) as pool:
             left = {pool.submit(self._carry_out, job): job for job in todo}
             took: list[float] = []

@@ -20,8 +20,6 @@ from policygrad.compare.statistics import (
     median_crossing,
 )
 
-POINTS = 61  # number of points of a reported curve
-
 
 @dataclass(frozen=True)
 class ThresholdCrossing:
@@ -63,7 +61,7 @@ class RowSummary:
     area: Estimate  # mean height of the curve over tokens, up to the same point
     reach: Mapping[str, ThresholdCrossing]  # axis -> crossing; empty if no row learned anything
     curves: Mapping[str, CurveBand]
-    means: Mapping[str, float]  # means over runs: steps, updates, tokens, seconds, CPU seconds, …
+    means: Mapping[str, float]  # means over runs: steps, updates, tokens, seconds, CPU seconds, learning rate, …
     scores: Mapping[str, tuple[float, ...]]
     """Axis or `area` -> scores by seed, from which estimates and pairs are computed."""
 
@@ -99,6 +97,7 @@ def summarise_row(
             **{axis: o.axis(axis)[-1] for axis in AXES},
             **{f"whole_{name}" if name == "seconds" else name: value for name, value in o.cost.items()},
             **o.diagnostics,
+            **({} if o.lr is None else {"lr": o.lr}),
             **({} if o.gated_fraction is None else {"gated_fraction": o.gated_fraction}),
         }
         for o in outcomes

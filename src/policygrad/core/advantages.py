@@ -8,6 +8,7 @@ completions that count (`Batch.counted`).
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import masked
-from policygrad.core.base import Advantage, State
+from policygrad.core.base import Advantage, Explanation, State
 from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
@@ -247,6 +248,11 @@ class LeaveOneOut(Advantage):
         groups = compared_groups(batch, self.within, self)
         return _subtract(psi, _mean_of_siblings(batch, groups), batch, groups)
 
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        if self.within != "group" or len(rewards) < 2:
+            return None
+        return before.subtract([(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards])
+
 
 @dataclass(frozen=True)
 class OptimalBaseline(Advantage):
@@ -363,6 +369,12 @@ class GroupMean(Advantage):
         groups = compared_groups(batch, self.within, self)
         return _subtract(psi, groups.mean(total_rewards(batch)), batch, groups)
 
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        if self.within != "group" or len(rewards) < 2:
+            return None
+        mean = statistics.fmean(rewards)
+        return before.subtract([mean] * len(rewards), ("mean", mean))
+
 
 @dataclass(frozen=True)
 class GroupStd(Advantage):
@@ -390,6 +402,13 @@ class GroupStd(Advantage):
         scale = groups.std(total, self.ddof) + self.eps
         scale = torch.where(groups.is_constant(total), torch.ones_like(scale), scale)  # ignore rounding
         return masked.apply_mask(psi / scale[:, None], batch.mask)
+
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        n, mean = len(rewards), statistics.fmean(rewards)
+        if self.within != "group" or n <= self.ddof:
+            return None
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (n - self.ddof))
+        return before if len(set(rewards)) == 1 else before.divide(deviation + self.eps, ("deviation", deviation))
 
 
 @dataclass(frozen=True)
@@ -518,6 +537,9 @@ class ConstantBaseline(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         return masked.apply_mask(psi - self.value, batch.mask & batch.counted[:, None])
 
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        return before.subtract([self.value] * len(rewards))
+
 
 # Objectives other than the mean reward: the likelihood of success, pass@k, the likelihood of accepted completions.
 
@@ -557,6 +579,10 @@ class DivideByGroupMean(Advantage):
         mean = Groups(batch.group, batch.counted).mean(total)
         positive = mean > 0
         return masked.apply_mask(psi / torch.where(positive, mean, 1)[:, None], batch.mask & positive[:, None])
+
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        mean = statistics.fmean(rewards)
+        return before.divide(mean) if mean > 0 else None
 
 
 @dataclass(frozen=True)

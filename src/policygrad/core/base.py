@@ -10,7 +10,8 @@ Stateful parts keep their state apart from their settings, as a plain dict that 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
@@ -140,6 +141,42 @@ class Part:
         )
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """How the advantages of one group came about: the arithmetic of a chain's links so far, with this group's numbers."""
+
+    values: tuple[float, ...]
+    """Ψ of each completion."""
+    expressions: tuple[str, ...]
+    """The arithmetic that gives it: `(1 − 0.375)/0.518`."""
+    facts: tuple[tuple[str, float], ...] = ()
+    """What the links computed for the group, by name: `mean` 0.375."""
+
+    @classmethod
+    def of_rewards(cls, rewards: Sequence[float]) -> Explanation:
+        """Return the start of every chain."""
+        return cls(tuple(rewards), tuple(map(format_term, rewards)))
+
+    def subtract(self, baselines: Sequence[float], *facts: tuple[str, float]) -> Explanation:
+        """Return Ψ − b, b one for each completion."""
+        values = tuple(x - b for x, b in zip(self.values, baselines, strict=True))
+        signs = [f"− {format_term(b)}" if b >= 0 else f"+ {format_term(-b)}" for b in baselines]
+        expressions = tuple(f"({text} {sign})" for text, sign in zip(self.expressions, signs, strict=True))
+        return Explanation(values, expressions, (*self.facts, *facts))
+
+    def divide(self, scale: float, *facts: tuple[str, float]) -> Explanation:
+        """Return Ψ/scale."""
+        values = tuple(x / scale for x in self.values)
+        return Explanation(
+            values, tuple(f"{text}/{format_term(scale)}" for text in self.expressions), (*self.facts, *facts)
+        )
+
+
+def format_term(x: float) -> str:
+    """Format a number for an expression: 1, 0.375, −0.5."""
+    return f"{x:.3g}".replace("-", "−")
+
+
 class Advantage(Part):
     """One link of the chain that computes Ψ. The first link receives the reward to go."""
 
@@ -168,6 +205,15 @@ class Advantage(Part):
 
         Returns:
             [P].
+        """
+        return None
+
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        """Say what the link does with one group, in numbers; None where these rewards do not tell it, as for a mean over the batch.
+
+        Args:
+            before: what the links before it have made of the rewards.
+            rewards: those of the group's completions, which all count.
         """
         return None
 

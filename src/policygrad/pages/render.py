@@ -27,7 +27,7 @@ def render_page(
     Args:
         body: A template that extends `frame.html`, rendered with `values`.
         data: The data that the scripts draw, read by `plots.js`.
-        styles, scripts: Files besides `page.css` and `plots.js`.
+        styles, scripts: Files besides `page.css`, `plots.js` and `downloads.js`.
     """
     from jinja2 import DictLoader, Environment  # imported only for pages
 
@@ -37,10 +37,10 @@ def render_page(
         lstrip_blocks=True,
         loader=DictLoader({"frame.html": _text(WEB / "frame.html")}),
     )
-    environment.filters |= {"typeset": render_math} | (filters or {})
+    environment.filters |= {"typeset": render_math, "formula": render_formula} | (filters or {})
     page = environment.from_string(_text(body)).render(
         style="".join(map(_text, (WEB / "page.css", *styles))),
-        script="\n".join(map(_text, (WEB / "plots.js", *scripts))),
+        script="\n".join(map(_text, (WEB / "plots.js", WEB / "downloads.js", *scripts))),
         data=embed_json(data),
         **values,
     )
@@ -59,6 +59,16 @@ def render_math(text: str) -> Any:
 
     lowered = re.sub(r"(?<=[πA-Za-z])_(ref|old|π)\b", r"<sub>\1</sub>", str(escape(text)))
     return Markup(re.sub(r"\^([-−]?[\d.]*\d)", r"<sup>\1</sup>", lowered))
+
+
+def render_formula(text: str) -> Any:
+    """Return markup of a formula: all that follows a _ as a subscript, R_i, mean_{j≠i} and π_θ, and powers as superscripts."""
+    from markupsafe import Markup
+
+    lowered = re.sub(
+        r"_(?:\{([^{}<>]*)\}|(\w+))", lambda found: f"<sub>{found[1] or found[2]}</sub>", str(render_math(text))
+    )
+    return Markup(lowered)
 
 
 def embed_json(data: Any) -> str:

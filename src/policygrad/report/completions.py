@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from policygrad.core.base import Advantage, Explanation, format_term
 from policygrad.errors import RunError
+from policygrad.report.advantages import explain_group
 from policygrad.report.data import read_json_rows
 from policygrad.trackers.jsonl import THUMBNAILS
 from policygrad.trackers.jsonl import parse_row as parsed
@@ -36,6 +38,22 @@ class CompletionExcerpt:
     is_complete: bool  # True if these are all of the run's completions
     folder: Path | None = None
     """The run's folder, which has small copies of pictures."""
+    chain: tuple[Advantage, ...] = ()
+    """The links of the run's advantage, which say how it came about."""
+
+    def explain(self) -> Iterator[tuple[Explanation | None, int]]:
+        """Yield for each row how the advantages of its group came about, and the row's place in the group."""
+        groups: dict[tuple[int, Any], list[dict[str, Any]]] = {}
+        for row in self.rows:
+            groups.setdefault((row["step"], row.get("group")), []).append(row)
+        explained = {
+            key: explain_group(self.chain, rows) if key[1] is not None else None for key, rows in groups.items()
+        }
+        seen: dict[tuple[int, Any], int] = {}
+        for row in self.rows:
+            key = (row["step"], row.get("group"))
+            seen[key] = seen.get(key, -1) + 1
+            yield explained[key], seen[key]
 
 
 def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_ROWS) -> CompletionExcerpt:
@@ -160,13 +178,15 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
 
     A prompt is a list of [role, text, places of its pictures in `pictures`, if any]; pictures are data: URIs. Keys of a row: r run,
     s step, p prompt, c completion, w reward, and if present a advantage, n tokens, t truncated, g group, x value of each reward,
-    u turns, b branches, d demonstration.
+    u turns, b branches, d demonstration; f and e are places in `said`: what the algorithm computed for the group, and the
+    arithmetic of this advantage.
     """
+    said: dict[str, int] = {}
     prompts: dict[Any, int] = {}
     pictures = _Pictures()
     embedded_rows = []
     for number, run in enumerate(runs):
-        for row in run.rows:
+        for row, (explanation, at) in zip(run.rows, run.explain(), strict=True):
             messages = row.get("prompt", "")
             if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
                 messages = [{"content": messages}]  # plain text is one message without a role
@@ -185,9 +205,19 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
             more |= {"x": {k: _number(v) for k, v in row["rewards"].items()} if row.get("rewards") else None}
             more |= {"u": [[who, truncate_text(text)] for who, text in row["turns"]] if row.get("turns") else None}
             more |= {"b": row.get("branches"), "d": row.get("demonstration") or None}
+            if explanation is not None:
+                facts = ", ".join(f"{name} {format_term(value)}" for name, value in explanation.facts)
+                more["f"] = said.setdefault(facts, len(said)) if facts else None
+                if any(explanation.values):  # of equal rewards all advantages are 0, which needs no arithmetic
+                    more["e"] = said.setdefault(explanation.expressions[at], len(said))
             embedded_rows.append(item | {key: value for key, value in more.items() if value is not None})
     shown = [[[role, text, *([list(places)] if places else [])] for role, text, places in prompt] for prompt in prompts]
-    return {"prompts": shown, "rows": embedded_rows, **({"pictures": pictures.uris} if pictures.uris else {})}
+    return {
+        "prompts": shown,
+        "rows": embedded_rows,
+        **({"said": list(said)} if said else {}),
+        **({"pictures": pictures.uris} if pictures.uris else {}),
+    }
 
 
 class _Pictures:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from policygrad.errors import RunError
-from policygrad.trackers.console import format_count, format_duration
-from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
+from policygrad.trackers.console import Z_95, format_count, format_duration
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, NOTES, RunNote, read_rows, summarise_notes
 from policygrad.training.config.serialization import format_option
 from policygrad.utils.filesystem import read_json, read_toml
 
@@ -33,6 +33,7 @@ class RunRecord:
     versions: Mapping[str, str]  # versions of packages, and the device; empty before the first checkpoint
     verified: str = ""  # the outcome of `policygrad verify`, as a sentence; "" = it was not verified
     changes: tuple[str, ...] = ()  # options changed on resume, as `after step 12: lr 0.01 -> 0.003`
+    notes: tuple[RunNote, ...] = ()  # what the run noted, the most frequent first
 
     @property
     def completions_file(self) -> Path:
@@ -74,7 +75,8 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
     config = _read_config(folder / CONFIG_FILES[kind])
     versions, changes = _read_history(folder)
     verified = str(_json(folder / "verify.json").get("summary", ""))
-    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, verified, changes)
+    notes = summarise_notes(read_json_rows(folder / NOTES))
+    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, verified, changes, notes)
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -137,6 +139,7 @@ PER_RUN_OPTIONS = (
     "overwrite",
 )  # options in which runs of one configuration may differ
 MAX_NAMED_OPTIONS = 3  # maximum number of differing options in a label
+MAX_VALUE_CHARS = 24  # maximum length of an option's value in a label
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,12 @@ class Series:
     @property
     def config(self) -> Mapping[str, Any]:
         return self.runs[0].config
+
+    @property
+    def steps(self) -> str:
+        """Number of steps done: 16, or `12 to 16` if runs differ."""
+        done = sorted({run.last_step for run in self.runs})
+        return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))
 
 
 def group_runs(runs: Sequence[RunRecord]) -> tuple[Series, ...]:
@@ -166,10 +175,29 @@ def group_runs(runs: Sequence[RunRecord]) -> tuple[Series, ...]:
         same = [o for n, o in groups if n == name]
         keys = dict.fromkeys(key for o in same for key in o)
         differing = [key for key in keys if len({o.get(key) for o in same}) > 1]
-        label = [f"{key.removeprefix('algorithm.')}={options.get(key, '–')}" for key in differing[:MAX_NAMED_OPTIONS]]
-        label += [f"and {len(differing) - MAX_NAMED_OPTIONS} more"] if len(differing) > MAX_NAMED_OPTIONS else []
-        series.append(Series(" ".join([str(name), *label]), tuple(members)))
-    return tuple(series)
+        label = [f"{_shorten_key(key, differing)}={_shorten_value(options.get(key, '–'))}" for key in differing]
+        if len(label) > MAX_NAMED_OPTIONS:
+            label[MAX_NAMED_OPTIONS:] = [f"and {len(label) - MAX_NAMED_OPTIONS} more"]
+        if not label or len({n for n, _ in groups}) > 1:  # what all runs have in common names none of them
+            label.insert(0, str(name))
+        series.append(Series(" ".join(label), tuple(members)))
+    labels = [each.label for each in series]
+    return tuple(
+        replace(each, label=f"{each.label} ({each.runs[0].folder.name})") if labels.count(each.label) > 1 else each
+        for each in series
+    )
+
+
+def _shorten_key(key: str, keys: Sequence[str]) -> str:
+    """Return the last word of an option's name, where no other of these ends in it."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key.removeprefix("algorithm.")
+
+
+def _shorten_value(value: str) -> str:
+    """Return the end of a path, and the beginning of another long value."""
+    value = value.rstrip("/").rpartition("/")[2] or value
+    return value if len(value) <= MAX_VALUE_CHARS else f"{value[: MAX_VALUE_CHARS - 1]}…"
 
 
 def _shared_options(run: RunRecord) -> dict[str, Any]:
@@ -189,7 +217,8 @@ def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) ->
     """Return a metric for the script: {x: [step], lines: [{value, low, high} or None, by series], per: steps per point}.
 
     `value` is the mean over runs and over the steps of a point, `low` and `high` are the smallest and largest of these; they are
-    left out if every point has one value.
+    left out if every point has one value. Of a single run with a standard error (`NAME_stderr`) they are the 95 % interval, and
+    `error` is true.
     """
     points = [[run.metrics.get(name, ()) for run in group.runs] for group in series]
     every = [p for group in points for p in group]
@@ -201,7 +230,18 @@ def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) ->
         for step, value in chain.from_iterable(group):
             merged[-1].setdefault(min(last, -(-step // per) * per), []).append(value)
     xs = sorted({x for values in merged for x in values})
-    return {"x": xs, "lines": [_line(values, xs) if values else None for values in merged], "per": per}
+    lines = [_line(values, xs) if values else None for values in merged]
+    has_error = False
+    for line, each in zip(lines, series, strict=True):  # of one run the band is what its evaluation's error says
+        errors = dict(each.runs[0].metrics.get(f"{name}_stderr", ()))
+        if line is not None and "low" not in line and len(each.runs) == 1 and any(errors.values()):
+            has_error = True
+            for key, sign in (("low", -1), ("high", 1)):
+                line[key] = [
+                    None if y is None else _round(y + sign * Z_95 * errors.get(x, 0.0))
+                    for x, y in zip(xs, line["value"], strict=True)
+                ]
+    return {"x": xs, "lines": lines, "per": per, **({"error": True} if has_error else {})}
 
 
 def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str, Any]:
@@ -209,7 +249,11 @@ def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str,
     if any(len(v) > 1 for v in values.values()):
         summaries |= {"low": min, "high": max}
     # Five digits are more than a pixel shows.
-    return {key: [float(f"{f(values[x]):.5g}") if x in values else None for x in xs] for key, f in summaries.items()}
+    return {key: [_round(f(values[x])) if x in values else None for x in xs] for key, f in summaries.items()}
+
+
+def _round(x: float) -> float:
+    return float(f"{x:.5g}")
 
 
 TIMES = {"time/rollout": "waiting for samples and rewards", "time/update": "learning", "time/step": "the step"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from policygrad.catalog import CATALOG
 from policygrad.pages.render import BANDS, render_page
+from policygrad.report.advantages import load_chain
 from policygrad.report.completions import (
     MAX_PAGE_CHARS,
     MAX_ROWS,
@@ -19,6 +20,7 @@ from policygrad.report.completions import (
     excerpt_completions,
 )
 from policygrad.report.data import MAX_POINTS, RunRecord, Series, build_curves, compute_cost, group_runs
+from policygrad.report.summary import find_step_in_progress, list_notes, load_equation, summarise_result
 from policygrad.report.timing import summarise_traces
 from policygrad.trackers.glossary import find_metric_doc, load_glossary
 from policygrad.trackers.trace import trace_files
@@ -26,11 +28,12 @@ from policygrad.training.config.serialization import format_option, format_parts
 
 # Metrics shown first.
 KEY_METRICS = (
-    *("reward", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "entropy", "kl", "kl_old"),
-    *("completions/mean_length", "completions/truncated_ratio", "frac_reward_zero_std", "grad_norm"),
+    *("reward", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "entropy", "completions/mean_length"),
+    *("clip_ratio/high", "clip_ratio/low", "kl", "kl_old"),
+    *("completions/truncated_ratio", "frac_reward_zero_std", "grad_norm"),
     *("mismatch/logp_mean", "ratio/max", "staleness/mean", "teacher/kl", "explained_variance"),
 )
-HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
+HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean", "clip_ratio/high", "clip_ratio/low")
 """Metrics of these that are hidden if they are always 0."""
 # Options in the description of a series.
 CARD_OPTIONS = (
@@ -52,22 +55,21 @@ def render_report(runs: Sequence[RunRecord], live: bool = False, folder: Path | 
     """
     series = group_runs(runs)
     ordered = [run for group in series for run in group.runs]
+    share = (MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
     excerpts = [
-        excerpt_completions(run.completions_file, MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
-        for run in ordered
+        replace(excerpt_completions(run.completions_file, *share), chain=load_chain(run.config)) for run in ordered
     ]
-    title = " and ".join(s.label for s in series) if len(series) <= 2 else f"{len(series)} configurations"
-    task = ordered[0].config.get("task") or ordered[0].config.get("data")
-    if len(series) == 1 and task and isinstance(task, str):
-        title = f"{title} on {task}"
     web = files("policygrad.report") / "web"
     return render_page(
         web / "report.html",
-        build_page_data(series, excerpts),
+        build_page_data(series, excerpts)
+        | {"progress": [asdict(step) for run in ordered if live and (step := find_step_in_progress(run)) is not None]},
         styles=(web / "report.css",),
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
-        title=title,
+        title=name_report(series),
+        answers=[summarise_result(group) for group in series],
+        notes=list_notes(ordered),
         cards=[_describe_series(group, folder) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
@@ -78,9 +80,20 @@ def render_report(runs: Sequence[RunRecord], live: bool = False, folder: Path | 
             "of": sum(run.last_step for run in ordered if run.completions_file.is_file()),
             "whole": all(excerpt.is_complete for excerpt in excerpts),
         },
-        steps=_steps(ordered),
         traces=[] if live else [trace for run in ordered for trace in _describe_trace(run, folder, len(ordered) > 1)],
     )
+
+
+def name_report(series: Sequence[Series]) -> str:
+    """Return `dapo on embedded`, `dapo and gspo`, `dapo: lr=0.1 and lr=0.2` or `dapo, 5 configurations`."""
+    names = {str(group.config.get("algorithm", {}).get("name", group.runs[0].kind)) for group in series}
+    task = series[0].config.get("task") or series[0].config.get("data")
+    if len(series) == 1:
+        return f"{series[0].label} on {task}" if task and isinstance(task, str) else series[0].label
+    common = f"{min(names)}" if len(names) == 1 else ""
+    if len(series) == 2:
+        return f"{common}: {series[0].label} and {series[1].label}".removeprefix(": ")
+    return f"{common}, {len(series)} configurations".removeprefix(", ")
 
 
 def _describe_trace(run: RunRecord, folder: Path | None, several: bool) -> list[dict[str, Any]]:
@@ -108,33 +121,38 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
         if more.get("unit") == name:  # the page shows "NAME, UNIT"
             del more["unit"]
         metrics[name] |= more
-    always_zero = {name for name, m in metrics.items() if not any(any(line["value"]) for line in m["lines"] if line)}
-    hidden = always_zero.intersection(HIDDEN_WHEN_ZERO)
     return {
         "series": [group.label for group in series],
         "runs": [f"{group.label}, seed {run.config.get('seed', '–')}" for group in series for run in group.runs],
-        "first": [name for name in KEY_METRICS if name in names and name not in hidden],
+        "first": choose_first_metrics(series),
         "chapters": {title: named for title, named in sections.items() if named},
         "metrics": metrics,
         "completions": embed_completions(excerpts),
     }
 
 
+def choose_first_metrics(series: Sequence[Series]) -> list[str]:
+    """Return the metrics that are shown first, without those that are always 0 where that says nothing."""
+
+    def is_shown(name: str) -> bool:
+        values = [value for group in series for run in group.runs for _, value in run.metrics.get(name, ())]
+        return any(values) if name in HIDDEN_WHEN_ZERO else bool(values)
+
+    return [name for name in KEY_METRICS if is_shown(name)]
+
+
 def _describe_series(group: Series, folder: Path | None) -> dict[str, Any]:
-    """Return the label, facts, parts, origin (title and source of the algorithm; "" for a custom one) and verifications for its
-    card."""
+    """Return the label, facts, parts, equation, origin (title and source of the algorithm; "" for a custom one) and verifications
+    for its card."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
     given = {key: config[key] for key in CARD_OPTIONS if config.get(key) not in (None, "", [], 0)}
     facts = {key.replace("_", " "): format_option(value) for key, value in given.items()}
     facts["seeds" if len(runs) > 1 else "seed"] = ", ".join(str(run.config.get("seed", "–")) for run in runs)
-    facts["steps done"] = f"{_steps(runs)} of {config.get('steps', '–')}"
+    facts["steps done"] = f"{group.steps} of {config.get('steps', '–')}"
     if changes := [text for run in runs for text in run.changes]:
         facts["changed"] = "; ".join(dict.fromkeys(changes))
-    if evals := [run.metrics["eval/reward"] for run in runs if len(run.metrics.get("eval/reward", ())) > 1]:
-        before, after = (sum(points[i][1] for points in evals) / len(evals) for i in (0, -1))
-        facts["held-out reward"] = f"{before:.3f} → {after:.3f}"
     if versions := runs[0].versions:
         facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items())
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
@@ -153,12 +171,7 @@ def _describe_series(group: Series, folder: Path | None) -> dict[str, Any]:
         "label": group.label,
         "facts": facts,
         "parts": format_parts(algorithm),
+        "equation": load_equation(config),
         "about": origin,
         "verified": verified,
     }
-
-
-def _steps(runs: Sequence[RunRecord]) -> str:
-    """Return the number of steps done: 16, or `12 to 16` if runs differ."""
-    done = sorted({run.last_step for run in runs})
-    return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))

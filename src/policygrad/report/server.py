@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from policygrad.errors import ConfigError, RunError
 from policygrad.report.data import CONFIG_FILES, read_run
 from policygrad.report.page import render_report
-from policygrad.trackers.jsonl import COMPLETIONS, METRICS
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, NOTES
 
 DEFAULT_HOST = "127.0.0.1"
 
@@ -41,7 +41,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def stamp(self) -> str:
         """Return a hash that changes when a file of a run changes."""
-        names = (*CONFIG_FILES.values(), METRICS, COMPLETIONS, "result.json")
+        names = (*CONFIG_FILES.values(), METRICS, COMPLETIONS, NOTES, "result.json")
         return sha256(repr([_state(folder / name) for folder in self.folders for name in names]).encode()).hexdigest()
 
     def text(self) -> str:

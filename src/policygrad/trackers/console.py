@@ -12,6 +12,9 @@ from typing import Any, TextIO
 
 from policygrad.trackers.base import RunInfo, Tracker, choose_sample
 
+Z_95 = 1.96
+"""Standard errors on either side of a mean that make its 95 % interval."""
+
 
 def format_number(value: float, digits: int = 2) -> str:
     """Format briefly, in a steady width: 0.41, 0.003, 2.1e-05, 14.2, 1,024."""
@@ -52,9 +55,14 @@ def format_duration(seconds: float) -> str:
     return f"{rounded // 86400}d{rounded // 3600 % 24:02}h"
 
 
-def format_change(before: float, after: float, digits: int = 2) -> str:
-    """Format as `0.31 -> 0.74  (+0.43)`."""
-    return f"{before:.{digits}f} -> {after:.{digits}f}  ({after - before:+.{digits}f})"
+def format_change(before: float, after: float, digits: int = 2, half_width: float = 0.0) -> str:
+    """Format as `0.31 -> 0.74  (+0.43)`, or with half of the change's 95 % interval as `0.15 -> 0.09  (-0.06 ± 0.08 at 95 %, within
+    noise)`."""
+    change = f"{before:.{digits}f} -> {after:.{digits}f}  ({after - before:+.{digits}f}"
+    if not half_width:
+        return f"{change})"
+    noise = ", within noise" if abs(after - before) <= half_width else ""
+    return f"{change} ± {half_width:.{digits}f} at 95 %{noise})"
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label, format

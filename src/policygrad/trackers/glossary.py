@@ -17,6 +17,7 @@ class MetricDoc:
     unit: str
     text: str
     interpretation: str = ""  # how to read a change, and what to do about it; "" if nothing is to be done
+    title: str = ""  # the metric in plain words, over its curve; "" = its name
 
 
 @dataclass(frozen=True)

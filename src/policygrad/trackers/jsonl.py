@@ -1,4 +1,5 @@
-"""A run's JSON lines: `metrics.jsonl`, one object per step, and `completions.jsonl`, one object per completion.
+"""A run's JSON lines: `metrics.jsonl`, one object per step, `completions.jsonl`, one per completion, and `notes.jsonl`, one for
+each step at which the run noted something.
 
 Each step is flushed to the operating system, so that a killed process loses at most the line it was writing. `sync` waits for the
 disk: call it before saving a checkpoint, so that after a power cut the files have every step of the checkpoint. Non-finite
@@ -10,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -26,12 +29,12 @@ from policygrad.utils.filesystem import (
     read_lines,
 )
 
-METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+METRICS, COMPLETIONS, NOTES = "metrics.jsonl", "completions.jsonl", "notes.jsonl"
 THUMBNAILS = "pictures"  # folder of small copies of the prompts' pictures, by digest
 
 
 class JsonlTracker(Tracker):
-    """Appends to the two files in a run's folder, from one process at a time. Opening repairs an incomplete last line."""
+    """Appends to the three files in a run's folder, from one process at a time. Opening repairs an incomplete last line."""
 
     essential = True
 
@@ -39,7 +42,9 @@ class JsonlTracker(Tracker):
         self.folder = Path(folder)
         with convert_write_errors(self.folder, self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
+            self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS, NOTES)}
+        self._noted: dict[str, int] = {}
+        """Kind of a note -> the last step that has one."""
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self.append_metrics(step, metrics)
@@ -56,27 +61,40 @@ class JsonlTracker(Tracker):
         """Append one object per completion: prompt, completion, reward, parts, advantage, truncated and so on."""
         self._append(COMPLETIONS, [format_row(step, row, COMPLETIONS) for row in rows])
 
+    def append_note(self, step: int, text: str, kind: str, once: bool = False) -> None:
+        """Append `{"step": step, "kind": kind, "text": text}`: of each kind one for a step.
+
+        once: Only the run's first note of this kind, as for what is noted whenever a process starts.
+        """
+        kind = name_kind(kind)
+        if step > self._noted.get(kind, -1) and not (once and kind in self._noted):
+            self._noted[kind] = step
+            self._append(NOTES, [format_row(step, {"kind": kind, "text": _NAMED_STEP.sub("", text)}, NOTES)])
+
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, so that a resumed run's files equal those of an uninterrupted run.
 
-        Lines of metrics that cannot be read are dropped too, and that file is replaced atomically. Completions, which may be
-        hundreds of megabytes, are read from their end, up to the last line that stays. Returns the number of lines dropped.
-        Raises RunError.
+        Lines of metrics and notes that cannot be read are dropped too, and these files are replaced atomically. Completions,
+        which may be hundreds of megabytes, are read from their end, up to the last line that stays. Returns the number of lines
+        dropped. Raises RunError.
         """
         with convert_write_errors(self.folder, self.folder):
-            return self._drop_metrics(step) + self._drop_completions(step)
+            dropped = self._drop_rows(METRICS, step) + self._drop_rows(NOTES, step) + self._drop_completions(step)
+        rows = (row for _, row in read_rows(self.folder / NOTES) if row is not None)
+        self._noted = {str(row.get("kind")): row["step"] for row in rows}
+        return dropped
 
-    def _drop_metrics(self, step: int) -> int:
-        path, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
+    def _drop_rows(self, name: str, step: int) -> int:
+        path, temporary = self.folder / name, self.folder / f".{name}.tmp"
         dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
         if dropped:
             with temporary.open("wb") as file:
                 file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
                 file.flush()
                 os.fsync(file.fileno())
-            self._files[METRICS].close()
+            self._files[name].close()
             os.replace(temporary, path)
-            self._files[METRICS] = path.open("ab", buffering=0)
+            self._files[name] = path.open("ab", buffering=0)
         return dropped
 
     def _drop_completions(self, step: int) -> int:
@@ -113,6 +131,42 @@ class JsonlTracker(Tracker):
             unwritten = memoryview(b"".join(lines))
             while unwritten:  # an unbuffered file may accept only part of it
                 unwritten = unwritten[self._files[name].write(unwritten) :]
+
+
+_NAMED_STEP = re.compile(r"^step \d+: ")
+_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
+
+
+def name_kind(text: str) -> str:
+    """Return the kind of a note: notes that differ in their numbers alone are of one."""
+    return _NUMBER.sub("#", _NAMED_STEP.sub("", text))
+
+
+@dataclass(frozen=True)
+class RunNote:
+    """What a run noted, once or at several steps."""
+
+    text: str
+    """As it was noted last."""
+    count: int
+    """Number of steps with a note of this kind."""
+    last_step: int
+    """0 = before the first step."""
+
+    def describe(self) -> str:
+        """Return the note with how often there was one and the last step."""
+        place = f"at step {self.last_step}" if self.last_step else "before the first step"
+        return f"{self.text} ({place if self.count == 1 else f'{self.count} times, last {place}'})"
+
+
+def summarise_notes(rows: Iterable[Mapping[str, Any]]) -> tuple[RunNote, ...]:
+    """Return one note of each kind in rows of `notes.jsonl`, the most frequent first."""
+    by_kind: dict[str, RunNote] = {}
+    for row in rows:
+        kind, text = str(row.get("kind", "")), str(row.get("text", ""))
+        before = by_kind.get(kind)
+        by_kind[kind] = RunNote(text, 1 if before is None else before.count + 1, int(row["step"]))
+    return tuple(sorted(by_kind.values(), key=lambda note: (-note.count, -note.last_step)))
 
 
 @contextmanager

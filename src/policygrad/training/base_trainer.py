@@ -5,6 +5,7 @@ other programs load. Reinforcement learning, fine-tuning and reward models fill 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tomllib
 from abc import ABC, abstractmethod
@@ -136,6 +137,10 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.option_changes: list[dict[str, Any]] = []
         """Options that a resumed run changed, as {"step": after which, "options": ["lr 0.01 -> 0.003"]}; for card and report."""
         self._noted_kinds = set[str]()
+        self._early_notes: list[tuple[str, str]] | None = []
+        """(text, kind) of notes from before the run's files are open."""
+        self.current_step: int | None = None
+        """The step at which something is noted now; None before the first one of this process."""
 
     # What subclasses define
 
@@ -345,6 +350,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
                 f"out, or set it to {self.progress.step} or more; to stop earlier, start a new run"
             )
         self.files.truncate_after(self.progress.step if saved else -1)
+        self._keep_early_notes()
         self._restore_best()
         self._write_configuration()
         self.run_info = self.make_run_info(self.progress)
@@ -422,7 +428,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.trackers.phase("reading the model back")
         with span("read back"):
             difference = describe_difference(model, self.model, self.written_tensors())
-        self.trackers.finish({**summary, "model": str(model), **self._describe_best(), "run": str(self.folder)})
+        places = {"model": str(model), **self._describe_best(), "run": str(self.folder)}
+        self.trackers.finish({**summary, **places, **self.next_commands})
         if difference:
             raise ModelError(
                 f"{model} was written, but it is not the model that was trained: read back, {difference}. Its files stay, and the "
@@ -458,7 +465,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             return
         from policygrad.training.best_model import BestModel
 
-        self.best = BestModel(self.folder, metric, self.best_metrics[metric], self._write_best, self.trackers.note)
+        self.best = BestModel(self.folder, metric, self.best_metrics[metric], self._write_best, self.note)
         self.best.restore(dict(self.files.history(metric)), lambda name: dict(self.files.history(name)))
 
     def _write_best(self, folder: Path, best: BestStep) -> None:
@@ -491,11 +498,21 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             callback.step(self, step, metrics)
 
     def note(self, text: str, kind: str | None = None) -> None:
-        """Show a message, of each kind only the first."""
+        """Show a message, of each kind only the first in this process. The run's folder keeps the steps of all of them."""
         kind = text if kind is None else kind
+        if self._early_notes is not None:
+            self._early_notes.append((text, kind))
+        else:
+            first = self.current_step is None
+            self.files.append_note(self.progress.step if first else self.current_step or 0, text, kind, once=first)
         if kind not in self._noted_kinds:
             self._noted_kinds.add(kind)
             self.trackers.note(text)
+
+    def _keep_early_notes(self) -> None:
+        early, self._early_notes = self._early_notes or [], None
+        for text, kind in early:
+            self.files.append_note(self.progress.step, text, kind, once=True)
 
     def apply(self, decision: GuardDecision) -> StepOutcome:
         """Carry out the guard's decision on the step that was just logged; return whether the step was undone.
@@ -549,7 +566,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         if "fingerprint" not in saved.state:
             return
         for text in compare_fingerprints(saved.state["fingerprint"], self.fingerprint, self.config, self.folder):
-            self.trackers.note(text)
+            self.note(text)
         if options := list_changed_options(saved.state["fingerprint"], self.fingerprint):
             self.option_changes.append({"step": saved.step, "options": options})
 
@@ -571,6 +588,11 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         stopped = f"step {step} of {self.steps}"
         self.trackers.finish({stopped_after: stopped, **self._describe_best(), resume_with: self.resume_command})
         return TrainingResult(self.folder, step, self.before, None, None, interrupted=self.stopping.requested)
+
+    @property
+    def next_commands(self) -> dict[str, str]:
+        """What to do with a finished run -> the command."""
+        return {"look at it": f"policygrad report {shlex.quote(str(self.folder))}"}
 
     @property
     def resume_command(self) -> str:

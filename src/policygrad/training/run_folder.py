@@ -26,6 +26,7 @@ RUN_FILES = (
     *CONFIG_FILES,
     *(
         "metrics.jsonl",
+        "notes.jsonl",
         "memory.json",
         "completions.jsonl",
         "optimal_values.json",

@@ -414,6 +414,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
                 values |= {"lr": lr, "epoch": step * self.config.epochs / self.steps, "time/step": learning.seconds}
                 values |= {} if norm is None else {"grad_norm": norm}
                 values |= {"tokens_per_second": values["tokens"] / learning.seconds}
+                self.current_step = step
                 with span("log", step=step):
                     decision = self.guard.assess(step, values)
                     self.log(step, values | decision.metrics)

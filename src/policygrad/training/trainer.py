@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from policygrad.samplers.base import Sampler, SamplingParams
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
 from policygrad.trackers import RunInfo, Tracker, format_change
+from policygrad.trackers.console import Z_95
 from policygrad.training.base_trainer import BaseTrainer, Callback, TrackingOptions, TrainingResult
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.run import Run, find_idle_settings
@@ -266,7 +268,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         self.compare_with_checkpoint(saved)
         restore = learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
-        progress = restore_progress(saved, run, resources, learner, restore, self.trackers.note)
+        progress = restore_progress(saved, run, resources, learner, restore, self.note)
         self.before, self.measured = state["before"], state["measured"]
         self.eval_is_binary = state["eval_is_binary"]
         self.guard.restore(state.get("guard"), learner)
@@ -281,14 +283,14 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         unused = run.evaluation.find_unused(len(self.eval_examples), has_rewards=resources.has_rewards)
         benchmarks = (text for each in self.benchmarks for text in each.messages)
         for text in (*find_idle_settings(run), *unused, *benchmarks):
-            self.trackers.note(text)
+            self.note(text)
         if objects := [*run.object_options, *self._python_arguments]:
-            self.trackers.note(
+            self.note(
                 f"{' and '.join(objects)} given as objects, which run.toml cannot hold: resume this run from Python, "
                 "pg.train(run, resume=folder), and not from the command line alone"
             )
         if self._minibatch_warning:
-            self.trackers.note(self._minibatch_warning)
+            self.note(self._minibatch_warning)
         batch = (
             f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {format_steps(run.steps)}"
         )
@@ -317,7 +319,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         longest, remedy = describe_longest_text(self.model, self.learner, run)
         facts |= {**longest, **self.facts}
         if remedy is not None:
-            self.trackers.note(remedy)
+            self.note(remedy)
         if not resources.has_rewards:
             facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
         elif self.eval_examples and resources.task.eval_on_train:
@@ -386,6 +388,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def on_step(self, result: StepResult) -> StepOutcome:
         """Log a finished step, carry out the guard's decision, and evaluate if it is time."""
         step, has_rewards = result.step, self.resources.has_rewards
+        self.current_step = step
         values = compute_step_metrics(result, has_rewards)
         nonfinite = getattr(self.learner, "not_finite", "")
         for text, kind in build_step_notes(result, values, self._was_pretraining, nonfinite):
@@ -503,7 +506,25 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         if before is None or after is None:
             first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
             return {name: f"{first} -> {last}", **benchmarks}
-        return {name: format_change(before, after), **benchmarks}
+        return {name: format_change(before, after, half_width=self._change_half_width()), **benchmarks}
+
+    def _change_half_width(self) -> float:
+        """Return half of the 95 % interval of the change of the held-out reward; 0 where its error is not known.
+
+        The two evaluations count as independent. They have the same problems, so that the interval is rather too wide.
+        """
+        errors = self.files.history("eval/reward_stderr")
+        return Z_95 * math.hypot(errors[0][1], errors[-1][1]) if len(errors) > 1 else 0.0
+
+    @property
+    def next_commands(self) -> dict[str, str]:
+        commands = dict(super().next_commands)
+        if not self.config.object_options and not self._python_arguments:  # else Python has to make them again
+            if self.resources.has_rewards:
+                commands["measure it"] = f"policygrad eval {shlex.quote(str(self.folder))}"
+            tokens = "" if self.config.tokens is None else f" --tokens {2 * self.config.tokens}"
+            commands["train on"] = f"{self.resume_command} --steps {2 * self.steps}{tokens}"
+        return commands
 
     def _benchmark_changes(self) -> dict[str, tuple[float, float]]:
         """The first and the last mean of each benchmark in the log."""

@@ -16,7 +16,7 @@ from policygrad.checkpoint.format import Checkpoint, list_checkpoints, load_chec
 from policygrad.errors import CheckpointError, RunError
 from policygrad.findings import Finding, differs, holds, not_checked
 from policygrad.learners.local.optimizer import MOMENT_PREFIXES
-from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
+from policygrad.trackers.jsonl import COMPLETIONS, METRICS, NOTES, RunNote, read_rows, summarise_notes
 from policygrad.training.config.run import Run
 from policygrad.training.step_records import BEFORE, FOLDER
 from policygrad.utils.filesystem import read_json
@@ -45,6 +45,8 @@ class RunFiles:
     """A sentence about each of these that is damaged."""
     unreadable: int
     """Lines of the logs that are no rows."""
+    notes: tuple[RunNote, ...] = ()
+    """What the run noted, the most frequent first."""
 
     @property
     def steps(self) -> int:
@@ -73,6 +75,7 @@ def read_files(folder: Path, run: Run) -> RunFiles:
                 unreadable += 1
             else:
                 completions[row["step"]].append(row)
+        noted = [row for _, row in read_rows(folder / NOTES) if row] if (folder / NOTES).exists() else []
     except OSError as error:
         raise RunError(
             f"{error.filename} cannot be read: {error.strerror}. A run that took no step has none"
@@ -88,7 +91,8 @@ def read_files(folder: Path, run: Run) -> RunFiles:
 
     checkpoints, before = [*load_all(folder / "checkpoints")], [*load_all(folder / FOLDER / BEFORE)]
     repeated = {step: count for step, count in trained.items() if count > 1}
-    return RunFiles(folder, run, metrics, repeated, completions, checkpoints, before, damaged, unreadable)
+    notes = summarise_notes(noted)
+    return RunFiles(folder, run, metrics, repeated, completions, checkpoints, before, damaged, unreadable, notes)
 
 
 def check_files(files: RunFiles) -> Iterator[Finding]:

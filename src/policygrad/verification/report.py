@@ -14,6 +14,8 @@ from policygrad.utils.filesystem import write_atomically
 from policygrad.verification.verify import Verification
 
 MARKDOWN, PAGE, JSON = "verify.md", "verify.html", "verify.json"
+LOOK_AT = "What to look at"
+"""Heading of what the run noted while it trained."""
 MARKS = {"holds": "✓", "differs": "✗", "not checked": "–"}
 SECTIONS = {"differs": "What does not hold", "holds": "What holds", "not checked": "What was not checked, and why"}
 
@@ -21,7 +23,7 @@ SECTIONS = {"differs": "What does not hold", "holds": "What holds", "not checked
 def format_text(result: Verification) -> str:
     """Return lines for a terminal."""
     width = max((len(finding.subject) for finding in result.findings), default=0)
-    lines = list[str]()
+    lines = [LOOK_AT, *(f"  {note.describe()}" for note in result.notes), ""] if result.notes else []
     for group, findings in group_by_step(result.findings).items():
         lines.append(group)
         lines += [f"  {MARKS[finding.status]} {finding.subject:<{width}}  {finding.message}" for finding in findings]
@@ -31,6 +33,8 @@ def format_text(result: Verification) -> str:
 def format_markdown(result: Verification) -> str:
     """Return the report as Markdown."""
     lines = [f"# Verification of {result.folder.name}", "", result.summary]
+    if result.notes:
+        lines += ["", f"## {LOOK_AT}", "", *(f"- {note.describe()}" for note in result.notes)]
     for status, heading in SECTIONS.items():
         findings = [finding for finding in result.findings if finding.status == status]
         if findings:
@@ -54,6 +58,8 @@ def format_page(result: Verification) -> str:
         styles=(web / "verify.css",),
         title=f"Verification of {result.folder.name}",
         summary=result.summary,
+        look_at=LOOK_AT,
+        notes=[note.describe() for note in result.notes],
         sections={heading: groups for heading, groups in sections.items() if groups},
         marks=MARKS,
     )

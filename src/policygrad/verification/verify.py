@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from policygrad.core.metrics import Mean, Metrics
 from policygrad.errors import CheckpointError, ConfigError, PolicygradError
 from policygrad.findings import Finding, Status, differs, holds, not_checked
 from policygrad.samplers.config import LOCAL
+from policygrad.trackers.jsonl import RunNote
 from policygrad.training.config.run import Run
 from policygrad.training.loop import StepResult
 from policygrad.training.memory_limits import MEMORY_FILE
@@ -42,6 +43,8 @@ class Verification:
 
     folder: Path
     findings: tuple[Finding, ...]
+    notes: tuple[RunNote, ...] = ()
+    """What the run noted while it trained, the most frequent first."""
 
     @property
     def status(self) -> Status:
@@ -72,7 +75,14 @@ class Verification:
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON; see docs/trust.md."""
         findings = [finding.as_dict() for finding in self.findings]
-        return {"run": str(self.folder), "status": self.status, "summary": self.summary, "findings": findings}
+        notes = [asdict(note) for note in self.notes]
+        return {
+            "run": str(self.folder),
+            "status": self.status,
+            "summary": self.summary,
+            "notes": notes,
+            "findings": findings,
+        }
 
 
 def verify_run(
@@ -93,7 +103,7 @@ def verify_run(
     if wrong := [step for step in steps or () if not 1 <= step <= files.steps]:
         raise ConfigError(f"--steps {wrong[0]}: the run in {folder} has the steps 1 to {files.steps}")
     findings = [*check_files(files), *_Verifier(files, run, progress).check_steps(steps)]
-    return Verification(folder, tuple(findings))
+    return Verification(folder, tuple(findings), files.notes)
 
 
 UNUSABLE_CONTENT = (CheckpointError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)

@@ -18,6 +18,7 @@ function curves(figure, kind) {
   });
   figure.append(buttons, all(buttons), make("div", { class: "panel" }, make("p", { class: "axis-name" }, "held-out score, interquartile mean"), svg));
   kind.rows.forEach((row, i) => { if (row.hidden) buttons.querySelector(`[data-series="${i}"]`).click(); });
+  downloads(figure, "learning-curves", () => tableOf(DATA.axes[CHOSEN.axis], names, kind.rows.map((row) => row.curves[CHOSEN.axis])));
   watch(figure, () => draw());
   return draw;
 }
@@ -65,7 +66,7 @@ function start() {
   const matrices = [...document.querySelectorAll("[data-pairs]")];
   const renew = { axis: () => draws.forEach((draw) => draw()), measure: () => matrices.forEach((table) => pairs(table, DATA.kinds[table.dataset.pairs])) };
   switches((name, value) => { CHOSEN[name] = value; renew[name](); });
-  for (const figure of document.querySelectorAll("[data-rates]")) linePlot(figure, DATA.rates[figure.dataset.rates]);
+  for (const figure of document.querySelectorAll("[data-rates]")) linePlot(figure, { ...DATA.rates[figure.dataset.rates], file: `tuning${figure.dataset.rates}` });
   document.querySelectorAll("table.sortable").forEach(sortable);
   renew.measure();
 }

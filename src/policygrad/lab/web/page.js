@@ -66,6 +66,7 @@ function scatter(figure) {
     legend(used.map((f) => DATA.families[f]), hidden, (i) => key(i, used[i]), draw),
     make("div", { class: "panel" }, make("p", { class: "axis-name" }, "variance / ‖∇J‖², one group; logarithmic"), svg),
   );
+  downloads(figure, "bias-and-variance", () => [["algorithm", "bias", "variance"], ...rows.map((row) => [row.name, ...place(row)])]);
   watch(figure, draw);
   return draw;
 }
@@ -146,7 +147,7 @@ function start() {
       table();
     });
   renew();
-  for (const figure of document.querySelectorAll("[data-plot]")) linePlot(figure, DATA.plots[figure.dataset.plot]);
+  for (const figure of document.querySelectorAll("[data-plot]")) linePlot(figure, { ...DATA.plots[figure.dataset.plot], file: figure.dataset.plot });
 }
 
 start();

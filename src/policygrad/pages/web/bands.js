@@ -1,6 +1,7 @@
 // Curves with bands over an x that may change, for pages that compare runs; after plots.js.
 
 const MOST = 12; // rows that a tip names
+const FEW = 20; // points of a curve that are marked each
 const COLOURS = [0, 1, 2, 3, 4, 6]; // s5 is too near to s0 to do without a dash of its own
 
 function colour(i) { return `var(--s${COLOURS[i % COLOURS.length]})`; }
@@ -42,7 +43,7 @@ function bandPanel(svg, plot) {
     }
     for (const [c, i] of lines) {
       const there = c.value.map((v, n) => n).filter((n) => c.value[n] !== null);
-      if (there.length === 1) inside.append(make("circle", { cx: x(xs[there[0]]), cy: y(c.value[there[0]]), r: 3.5, fill: colour(i) }));
+      if (there.length <= FEW) for (const n of there) inside.append(make("circle", { class: "value", cx: x(xs[n]), cy: y(c.value[n]), r: there.length === 1 ? 3.5 : 2.8, fill: colour(i) }));
       inside.append(make("path", { class: "curve", "data-series": i, d: there.length ? `M${there.map(corner(c.value)).join("L")}` : "", stroke: colour(i), "stroke-dasharray": dash(i) }));
     }
     if (at !== null) {

@@ -160,11 +160,18 @@ function linePlot(figure, plot) {
     panels.push(linePanel(svg, plot, panel, hidden, direct));
   }
   figure.append(numbers(plot));
+  if (plot.file) downloads(figure, plot.file, () => columnsOf(plot));
   watch(figure, (width) => {
     const fit = Math.max(1, Math.min(plot.panels.length, Math.floor(width / (plot.panels.length > 3 ? 170 : 235))));
     grid.style.setProperty("--across", fit);
     redraw();
   });
+}
+
+function columnsOf(plot) {
+  const several = plot.panels.length > 1;
+  const columns = plot.panels.flatMap((panel) => panel.lines.map((line) => [several ? `${plot.series[line.series]}, ${panel.label}` : plot.series[line.series], line.values]));
+  return [[plot.x.label, ...columns.map(([name]) => name)], ...plot.x.values.map((v, i) => [v, ...columns.map(([, values]) => values[i])])];
 }
 
 function linePanel(svg, plot, panel, hidden, direct) {

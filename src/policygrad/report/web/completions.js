@@ -75,7 +75,7 @@ function facts(row) {
   const said = [
     row.n === undefined ? null : `${row.n} tokens`,
     row.b === undefined ? null : `read as ${row.b} texts`,
-    row.a === undefined ? null : `advantage ${number(row.a)}`,
+    row.a === undefined ? null : `advantage ${row.e === undefined ? "" : `${DATA.completions.said[row.e]} = `}${number(row.a)}`,
   ].filter(Boolean);
   return make("div", { class: "facts" },
     make("span", { class: "reward" }, row.w === undefined ? "no reward" : `reward ${number(row.w)}`),
@@ -86,7 +86,7 @@ function facts(row) {
 // Answers to one prompt at one step, beneath it.
 function item(rows) {
   const [first] = rows, same = DATA.completions.rows.filter((other) => other.p === first.p && other.r === first.r && other.s !== first.s);
-  const where = [...(DATA.runs.length > 1 ? [DATA.runs[first.r]] : []), `step ${first.s}`, ...(first.g === undefined ? [] : [`group ${first.g}`])];
+  const where = [...(DATA.runs.length > 1 ? [DATA.runs[first.r]] : []), `step ${first.s}`, ...(first.g === undefined ? [] : [`group ${first.g}`]), ...(first.f === undefined ? [] : [`rewards: ${DATA.completions.said[first.f]}`])];
   return make("div", { class: "item" }, make("div", { class: "facts" }, ...where.map((text) => make("span", {}, text))), ...asked(first),
     make("div", { class: "answers" }, ...rows.map((row) => make("div", {}, facts(row), ...answered(row), others(row, same)))));
 }

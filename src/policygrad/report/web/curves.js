@@ -14,17 +14,22 @@ function ofMetric(name, tall) {
   };
 }
 
+// A metric in plain words; its key is what the pointer shows.
+function titleOf(name) { return DATA.metrics[name].title ?? name; }
+
 // The name of a metric with its unit; pressed, it is shown in large.
 function heading(name, pick) {
-  const button = make("button", { type: "button", title: DATA.metrics[name].text ?? "" }, make("b", {}, name), DATA.metrics[name].unit ? `, ${DATA.metrics[name].unit}` : "");
+  const metric = DATA.metrics[name], unit = metric.unit && !titleOf(name).includes(metric.unit) ? `, ${metric.unit}` : "";
+  const button = make("button", { type: "button", title: metric.text ? `${name}: ${metric.text}` : name }, make("b", {}, titleOf(name)), unit);
   button.addEventListener("click", () => { pick(name); document.getElementById("metric").scrollIntoView(); });
   return make("p", { class: "axis-name" }, button);
 }
 
 function panel(name, tall, ...above) {
-  const svg = make("svg", { tabindex: 0, role: "img", "aria-label": `${name} over the steps. Arrow keys read the values.` });
+  const svg = make("svg", { tabindex: 0, role: "img", "aria-label": `${titleOf(name)} over the steps. Arrow keys read the values.` });
   const draw = bandPanel(svg, ofMetric(name, tall));
   const figure = make("figure", { "data-metric": name }, ...above, make("div", { class: "panel" }, svg));
+  downloads(figure, `${name}${tall[0] > 200 ? "-large" : ""}`, () => tableOf({ label: "step", values: DATA.metrics[name].x }, DATA.series, DATA.metrics[name].lines));
   watch(figure, draw);
   return [figure, draw];
 }
@@ -58,21 +63,22 @@ function showCurves(chosen, pick) {
 
 function bandWords() {
   const per = Math.max(1, ...Object.values(DATA.metrics).map((m) => m.per)), seeds = DATA.runs.length > DATA.series.length;
-  if (!seeds && per === 1) return "";
+  const error = Object.values(DATA.metrics).some((m) => m.error) ? "The band of a held-out curve is its 95 % interval over problems." : "";
+  if (!seeds && per === 1) return error;
   const of = [seeds ? "the runs of one configuration" : "", per > 1 ? `the ${per} steps that a point stands for` : ""].filter(Boolean).join(" and ");
-  return `Lines are means over ${of}; bands go from the lowest to the highest.`;
+  return `Lines are means over ${of}; bands go from the lowest to the highest.${error ? ` ${error}` : ""}`;
 }
 
 // ---- one metric
 
 function fillPicker(select) {
-  select.replaceChildren(...Object.entries(DATA.chapters).map(([title, names]) => make("optgroup", { label: title }, ...names.map((name) => make("option", { value: name }, name)))));
+  select.replaceChildren(...Object.entries(DATA.chapters).map(([title, names]) => make("optgroup", { label: title }, ...names.map((name) => make("option", { value: name }, titleOf(name) === name ? name : `${titleOf(name)} (${name})`)))));
 }
 
 function showMetric(name) {
   const figure = document.getElementById("picked"), said = document.getElementById("meaning"), metric = DATA.metrics[name];
   if (!metric) return () => {};
-  const [plot, draw] = panel(name, [240, 380], make("p", { class: "axis-name" }, metric.unit ?? ""));
+  const [plot, draw] = panel(name, [240, 380], make("p", { class: "axis-name" }, make("b", {}, titleOf(name)), metric.unit ? `, ${metric.unit}` : "", ...(titleOf(name) === name ? [] : [" ", make("code", {}, name)])));
   figure.replaceChildren(plot, metricTable(name));
   const meant = (label, text) => (text ? [make("p", { class: "meant" }, make("b", {}, label), " ", text)] : []);
   said.replaceChildren(...meant("What it is:", metric.text), ...meant("When it moves:", metric.interpretation));
@@ -132,6 +138,7 @@ function timeline(figure) {
   };
   svg.onpointerleave = svg.onblur = hush;
   figure.replaceChildren(title, make("div", { class: "panel" }, svg));
+  downloads(figure, "seconds-of-a-step", () => [["step", ...there.map(([, what]) => what)], ...bars.map(([, step, took]) => [step, ...took])]);
   watch(figure, draw);
   return draw;
 }

@@ -22,6 +22,26 @@ at("legend").addEventListener("click", () => redraw());
 show();
 startCompletions();
 
+// ---- the step in progress
+
+function lasted(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+function inProgress(p) {
+  const name = DATA.progress.length > 1 ? `${p.run}: ` : "", took = Math.max(0, Date.now() / 1000 - p.since);
+  if (!p.is_running) return make("p", {}, `${name}no process takes step ${p.step}: the run was stopped, or has ended with an error.`);
+  if (p.of !== null && p.step > p.of) return make("p", {}, `${name}all ${p.of} steps are done; evaluating and saving for ${lasted(took)}.`);
+  const usual = p.usual ? `, usually ${p.usual < 10 ? p.usual.toPrecision(2) : Math.round(p.usual)} s` : "";
+  const bar = p.usual ? [make("progress", { max: 1, value: Math.min(1, took / p.usual) })] : [];
+  return make("p", {}, `${name}step ${p.step}${p.of === null ? "" : ` of ${p.of}`} in progress: ${lasted(took)}${usual} `, ...bar);
+}
+
+function showProgress() { at("now").replaceChildren(...(DATA.progress ?? []).map(inProgress)); }
+
+if (at("now")) { showProgress(); setInterval(showProgress, 1000); }
+
 // ---- live
 
 let stamp = null;
@@ -38,6 +58,7 @@ function renew(text) {
     node.querySelectorAll("details").forEach((d, i) => { d.open = open[i] ?? d.open; });
   }
   show();
+  showProgress();
   fillFilters();
   list();
 }
