@@ -104,6 +104,7 @@ def test_a_run_from_training_to_its_report(read_json: Callable[..., list[Any]], 
     assert kinds == ["started", "evaluation", "step", "evaluation", "finished"]
     assert events[-1]["result"] == json.loads(Path("run/result.json").read_text())
     assert Path(events[-1]["model"]).is_dir()
+    assert events[-1]["next"]["look at it"] == "policygrad report run"
     [row] = read_json(0, "eval", "run", "--problems", "2", "--samples", "2")
     assert row["pass"].keys() == {"1", "2"}
     [models] = read_json(0, "eval", "run", "tiny", "--problems", "2", "--samples", "2")

@@ -163,6 +163,8 @@ class Finished(TypedDict):
     """The content of result.json; null if the run stopped."""
     resume: list[str] | None
     """The command that continues a stopped run."""
+    next: Mapping[str, str]
+    """What to do with a finished run, in words -> the command; empty if it stopped."""
     exit_code: int
 
 
@@ -191,6 +193,7 @@ def report_end(result: Any, command: str, *, is_json: bool) -> int:
                 "model": result.model,
                 "result": read_json(result.output / "result.json") if is_finished else None,
                 "resume": None if is_finished else ["policygrad", command, "--resume", str(result.output)],
+                "next": result.next_commands,
                 "exit_code": exit_code,
             }
         )

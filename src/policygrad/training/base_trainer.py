@@ -11,7 +11,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict, TypeVar
 
@@ -87,6 +87,8 @@ class TrainingResult(Generic[M]):
     """None if the run stopped before its last step; it can be resumed."""
     interrupted: bool = False
     """Whether a signal, a time limit or `stop()` ended the run early."""
+    next_commands: Mapping[str, str] = field(default_factory=dict)
+    """What to do with a finished run -> the command."""
 
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output`, `checkpoint`, `guard`, …
@@ -380,7 +382,9 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         except StopRequested:
             return self._stopped()
         model = self._finish(after)
-        return TrainingResult(self.folder, self.progress.step, self.before, after, model)
+        return TrainingResult(
+            self.folder, self.progress.step, self.before, after, model, next_commands=self.next_commands
+        )
 
     def _make_checkpointer(self) -> Checkpointer[P]:
         """Return what saves and restores this run."""
