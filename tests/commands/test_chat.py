@@ -112,7 +112,7 @@ def test_only_who_has_the_key_is_answered(server: PageServer) -> None:
     assert (code, set(json.loads(text))) == (200, {"answer", "reasoning", "text", "tokens", "finish_reason"})
     assert "<title>policygrad chat</title>" in send(server.url)[1]
     for url in (page, f"{page}?token=", f"{page}?token=x{query}"):
-        assert send(url) == (403, "the key is missing or wrong: open the printed address")
+        assert send(url) == (403, "the token is missing or wrong: open the printed address")
     assert send(f"{page}reply?token=x", request)[0] == 403
     assert send(f"{page}other?{query}")[0] == 404
     assert send(f"{page}?{query}", b"{}")[0] == 404

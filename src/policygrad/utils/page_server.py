@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from policygrad.errors import ConfigError
 
 MAX_BODY = 4 * 2**20  # bytes of a request
-KEY_HINT = "the key is missing or wrong: open the printed address"
+KEY_HINT = "the token is missing or wrong: open the printed address"
 NO_PAGE = "not found: open the printed address"
 
 
