@@ -499,6 +499,7 @@ def compare(args: list[str]) -> int:
         )
         check_folders(options.output)
         labels = [row.label for row in plan.rows]
+        labels = [f"{plan.rows[0].argv[0].rpartition(':')[2]}-grid"] if options.vary else labels
         folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
     if options.preregister is not None:
         written = preregister(plan, resolve_rows(plan), options.metric, options.threshold)

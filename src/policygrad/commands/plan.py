@@ -322,8 +322,6 @@ def print_fit(options: PlanOptions) -> int:
 
 def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
     """Return the command of train for a plan that fits."""
-    from policygrad.samplers.engines.registry import list_engines
-
     request, layout = plan.request, plan.layout
     shape, work, state = request.shape, request.workload, layout.optimizer
     path = Path(options.model).expanduser()
@@ -331,10 +329,9 @@ def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
     argv = ["policygrad", "train", request.algorithm.name, "--model", model]
     argv += ["--prompts-per-step", str(work.prompts), "--samples-per-prompt", str(work.samples_per_prompt)]
     argv += ["--max-tokens", str(work.max_completion_tokens)]
-    engine = list_engines(lambda kind: kind.can_sleep)[0] if options.sampler_engine == LOCAL else options.sampler_engine
     if layout.is_disaggregated:
         servers = layout.sampling_devices // layout.tensor_parallel
-        argv += ["--max-staleness", str(layout.max_staleness), "--sampler.engine", engine]
+        argv += ["--max-staleness", str(layout.max_staleness), "--sampler.engine", choose_engine(options)]
         argv += ["--sampler.servers", str(servers), "--sampler.max-concurrency", str(layout.decode_rows)]
     elif layout.keeps_full_policy:
         argv += ["--decode-rows", str(layout.decode_rows)]
@@ -343,7 +340,13 @@ def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
         memory = (
             ["--sampler.colocate"] if layout.engine_sleeps else ["--sampler.gpu-memory", f"{ceil(100 * share) / 100:g}"]
         )
-        argv += ["--sampler.engine", engine, *memory, "--sampler.max-concurrency", str(layout.decode_rows)]
+        argv += [
+            "--sampler.engine",
+            choose_engine(options),
+            *memory,
+            "--sampler.max-concurrency",
+            str(layout.decode_rows),
+        ]
     argv += ["--learner.dtype", layout.dtype, "--learner.micro-tokens", str(layout.micro_tokens)]
     argv += ["--learner.world-size", str(layout.learning_devices)] * (layout.learning_devices > 1)
     argv += ["--learner.context-parallel", str(layout.context_parallel)] * (layout.context_parallel > 1)
@@ -356,6 +359,15 @@ def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
         bits = f",bits={layout.base_bits}" * (layout.base_bits is not None and "bits" not in given)
         argv += ["--learner.lora", given + bits]
     return shlex.join(argv)
+
+
+def choose_engine(options: PlanOptions) -> str:
+    """Return the engine that the options name, or else one whose servers can sleep."""
+    if options.sampler_engine != LOCAL:
+        return options.sampler_engine
+    from policygrad.samplers.engines.registry import list_engines
+
+    return list_engines(lambda kind: kind.can_sleep)[0]
 
 
 def make_plan(options: PlanOptions) -> CapacityPlan:

@@ -201,7 +201,7 @@ HEADS = ("run", "algorithm", "step", "result", "state", "age", "left")
 
 
 def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
-    """Format a table within `width`: long names lose their middle."""
+    """Format a table within `width`. A name that is too long for its column has a line of its own."""
     rows = [
         (
             run.name,
@@ -216,7 +216,8 @@ def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
     ]
     sizes = [max(map(len, column)) for column in zip(HEADS, *rows, strict=True)]
     sizes[1] = min(sizes[1], max(14, width - 2 * (len(sizes) - 1) - sum(sizes) + sizes[1]))
-    sizes[0] = min(sizes[0], max(10, width - 2 * (len(sizes) - 1) - sum(sizes[1:])))
+    space = max(10, width - 2 * (len(sizes) - 1) - sum(sizes[1:]))
+    sizes[0] = max([len(HEADS[0]), *(len(run.name) for run in found if len(run.name) <= space)])
 
     def format_row(cells: Sequence[str]) -> list[str]:
         texts = [shorten_middle(cell, size) for cell, size in zip(cells, sizes, strict=True)]
@@ -225,6 +226,9 @@ def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
 
     lines: list[StyledLine] = [(("  ".join(format_row(HEADS)).rstrip(), HEAD),)]
     for run, cells in zip(found, rows, strict=True):
+        if len(run.name) > space:
+            lines.append(((shorten_middle(run.name, width), NAME),))
+            cells = ("", *cells[1:])
         name, algorithm, step, result, state, age, left = format_row(cells)
         middle = f"  {algorithm}  {step}  {result}  "
         lines.append(((name, NAME), (middle, ""), (state, _COLOURS[run.state]), (f"  {age}  {left}".rstrip(), QUIET)))
