@@ -81,14 +81,16 @@ def runs(args: list[str]) -> int:
         raise RunError(
             f"{options.folder} is not a folder: give one that holds runs; train writes them to runs/ALGORITHM-N"
         )
-    found = sorted((read_status(f, options.folder) for f in find_runs(options.folder)), key=lambda run: run.age_seconds)
+    statuses = sorted(
+        (read_status(f, options.folder) for f in find_runs(options.folder)), key=lambda run: run.age_seconds
+    )
     if options.json:
-        print_json({"runs": [asdict(run) for run in found]})
-    elif not found:
+        print_json({"runs": [asdict(run) for run in statuses]})
+    elif not statuses:
         print(f"no runs in {options.folder}")
     else:
         width = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
-        print_lines(format_runs(found, max(60, width)))
+        print_lines(format_runs(statuses, max(60, width)))
     return 0
 
 
@@ -200,7 +202,7 @@ def _numbers(values: Mapping[str, Any], *names: str) -> list[float]:
 HEADS = ("run", "algorithm", "step", "result", "state", "age", "left")
 
 
-def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
+def format_runs(statuses: Sequence[RunStatus], width: int) -> list[StyledLine]:
     """Format a table within `width`. A name that is too long for its column has a line of its own."""
     rows = [
         (
@@ -212,12 +214,12 @@ def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
             format_duration(run.age_seconds),
             "" if run.left_seconds is None else format_duration(run.left_seconds),
         )
-        for run in found
+        for run in statuses
     ]
     sizes = [max(map(len, column)) for column in zip(HEADS, *rows, strict=True)]
     sizes[1] = min(sizes[1], max(14, width - 2 * (len(sizes) - 1) - sum(sizes) + sizes[1]))
     space = max(10, width - 2 * (len(sizes) - 1) - sum(sizes[1:]))
-    sizes[0] = max([len(HEADS[0]), *(len(run.name) for run in found if len(run.name) <= space)])
+    sizes[0] = max([len(HEADS[0]), *(len(run.name) for run in statuses if len(run.name) <= space)])
 
     def format_row(cells: Sequence[str]) -> list[str]:
         texts = [shorten_middle(cell, size) for cell, size in zip(cells, sizes, strict=True)]
@@ -225,7 +227,7 @@ def format_runs(found: Sequence[RunStatus], width: int) -> list[StyledLine]:
         return [t.ljust(size) if left else t.rjust(size) for t, size, left in zip(texts, sizes, is_left, strict=True)]
 
     lines: list[StyledLine] = [(("  ".join(format_row(HEADS)).rstrip(), HEAD),)]
-    for run, cells in zip(found, rows, strict=True):
+    for run, cells in zip(statuses, rows, strict=True):
         if len(run.name) > space:
             lines.append(((shorten_middle(run.name, width), NAME),))
             cells = ("", *cells[1:])

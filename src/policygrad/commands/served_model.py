@@ -127,7 +127,7 @@ class ServedModel:
     def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
         """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
         requests = [request for _, requests, _ in opened for request in requests]
-        futures = {id(request): future for _, own, future in opened for request in own}
+        futures = {id(request): future for _, turn_requests, future in opened for request in turn_requests}
         self.sampler.is_abandoned = lambda request: id(request) in futures and futures[id(request)].cancelled()
         try:
             generations = iter(asyncio.run(self.sampler.generate(requests)) if requests else [])
@@ -138,10 +138,10 @@ class ServedModel:
                 else:
                     _finish(item[2], error)
             return
-        for turn, own, future in opened:
-            sampled = [next(generations) for _ in own]
+        for turn, turn_requests, future in opened:
+            sampled = [next(generations) for _ in turn_requests]
             try:
-                result: ChatReply | Exception = self._reply(turn, own, sampled)
+                result: ChatReply | Exception = self._reply(turn, turn_requests, sampled)
             except Exception as error:
                 result = error
             _finish(future, result)
@@ -212,9 +212,9 @@ class ServedModel:
                 logp = log_probabilities(logits[at : at + PLACES_AT_ONCE], sampling).clamp(min=LEAST_LOGP)
                 tokens = ids[first + at + 1 : first + at + 1 + len(logp)].to(device)
                 top = logp.topk(min(num_alternatives, logp.shape[-1]))
-                own = logp.gather(-1, tokens[:, None])[:, 0].tolist()
+                token_logp = logp.gather(-1, tokens[:, None])[:, 0].tolist()
                 for token, value, others, values in zip(
-                    tokens.tolist(), own, top.indices.tolist(), top.values.tolist(), strict=True
+                    tokens.tolist(), token_logp, top.indices.tolist(), top.values.tolist(), strict=True
                 ):
                     listed = {self.encoder.hf.decode([o]): v for o, v in zip(others, values, strict=True)}
                     if num_alternatives:

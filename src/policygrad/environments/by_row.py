@@ -54,8 +54,8 @@ class RowEnvironments:
     def capabilities(self) -> Capabilities:
         """What holds for all of them."""
         each = [find_capabilities(kind) for kind in self.kinds.values()]
-        reasons = (own.stays_because for own in each if own.stays_because)
-        return Capabilities(is_repeatable=all(own.is_repeatable for own in each), stays_because=next(reasons, ""))
+        reasons = (x.stays_because for x in each if x.stays_because)
+        return Capabilities(is_repeatable=all(x.is_repeatable for x in each), stays_because=next(reasons, ""))
 
     def find(self, example: Example) -> tuple[str, EnvironmentKind]:
         """Return a row's environment with its name. Raises DataError for a name that is not among them."""
@@ -88,11 +88,11 @@ class RowEnvironments:
             for place, spec in enumerate(specs):
                 places.setdefault(self.find(spec.example)[0], []).append(place)
             results = await asyncio.gather(
-                *(runners[name]([specs[i] for i in own], samples, sampling) for name, own in places.items())
+                *(runners[name]([specs[i] for i in rows], samples, sampling) for name, rows in places.items())
             )
             groups = dict[int, EpisodeGroup]()
-            for (name, own), played in zip(places.items(), results, strict=True):
-                groups |= zip(own, (_label(group, name) for group in played), strict=True)
+            for (name, rows), played in zip(places.items(), results, strict=True):
+                groups |= zip(rows, (_label(group, name) for group in played), strict=True)
             return [groups[place] for place in range(len(specs))]
 
         return run
@@ -145,9 +145,9 @@ def _label(group: EpisodeGroup, name: str) -> EpisodeGroup:
     """Give a group's metrics also under its environment's name."""
 
     def label(trajectory: Trajectory) -> Trajectory:
-        own = {f"{name}/{key}": value for key, value in trajectory.metrics.items()}
+        named = {f"{name}/{key}": value for key, value in trajectory.metrics.items()}
         if trajectory.reward is not None:
-            own[f"{name}/reward"] = trajectory.reward
-        return replace(trajectory, metrics={**trajectory.metrics, **own})
+            named[f"{name}/reward"] = trajectory.reward
+        return replace(trajectory, metrics={**trajectory.metrics, **named})
 
     return replace(group, trajectories=tuple(map(label, group.trajectories)))

@@ -82,9 +82,9 @@ def _list_savings(plan: CapacityPlan, *, can_cut: bool) -> Iterator[tuple[str, s
         tokens = SEGMENT_TOKENS["gpu" if on_gpu else "cpu"]
         cut = changes | {"micro_tokens": tokens}
         yield " ".join([*options, f"--learner.micro-tokens {tokens}"]), "read longer texts in segments", cut
-        whole_layout, cut_layout = replace(layout, **changes), replace(layout, **cut)
-        whole, divided = (_find_longest(replace(plan, layout=x)) or 0 for x in (whole_layout, cut_layout))
-        if divided >= whole:  # keys and values with their gradients may take more than what is recomputed
+        uncut_layout, cut_layout = replace(layout, **changes), replace(layout, **cut)
+        longest_whole, divided = (_find_longest(replace(plan, layout=x)) or 0 for x in (uncut_layout, cut_layout))
+        if divided >= longest_whole:  # keys and values with their gradients may take more than what is recomputed
             options, changes = [*options, f"--learner.micro-tokens {tokens}"], cut
     if not layout.only_adapters:
         if layout.optimizer.name == "adamw":

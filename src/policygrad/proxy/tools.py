@@ -133,8 +133,8 @@ def read_offered(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
         elif kind == CUSTOM:
             functions.append(describe_custom(tool))
             forms[str(tool.get("name"))] = ToolForm(CUSTOM, str(tool.get("name")))
-        elif isinstance(kind, str) and (known := OPENAI_TOOLS.get(kind)):
-            functions.append({"name": kind, "description": known.description, "parameters": known.parameters})
+        elif isinstance(kind, str) and (described := OPENAI_TOOLS.get(kind)):
+            functions.append({"name": kind, "description": described.description, "parameters": described.parameters})
             forms[kind] = ToolForm(kind, kind)
         else:
             left_out.append(f"tools.{kind}")
@@ -161,9 +161,9 @@ def read_offered_by_schema(given: Sequence[Mapping[str, Any]]) -> OfferedTools:
         base = kind.rpartition("_")[0]
         if "input_schema" in tool:
             functions.append({**tool, "parameters": tool["input_schema"]})
-        elif known := ANTHROPIC_TOOLS.get(base):
+        elif described := ANTHROPIC_TOOLS.get(base):
             name = tool.get("name") or base
-            functions.append({"name": name, "description": known.description, "parameters": known.parameters})
+            functions.append({"name": name, "description": described.description, "parameters": described.parameters})
         else:
             left_out.append(f"tools.{kind}")
     return _offer(functions, {}, left_out)
@@ -216,8 +216,8 @@ def read_call_item(item: Mapping[str, Any], where: str) -> dict[str, Any] | None
 def read_output_item(item: Mapping[str, Any], where: str) -> Message | None:
     """Return an item of a response that is a tool's output; None for other items."""
     kind, output = str(item.get("type")), item.get("output")
-    known = ("function", "custom_tool", *ARGUMENTS_OF)
-    if kind not in [f"{name}_call_output" for name in known]:
+    called = ("function", "custom_tool", *ARGUMENTS_OF)
+    if kind not in [f"{name}_call_output" for name in called]:
         return None
     if kind == "shell_call_output" and isinstance(output, list):
         return {"role": "tool", "content": "\n".join(_describe_run(run) for run in read_objects(output, where))}

@@ -232,17 +232,17 @@ class FsdpWorkDivision(WorkDivision):
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
             made = make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots))
-            whole: Iterator[Any] = made.read_whole() if isinstance(made, PathPacks) else made
-            smaller: list[T] = list(whole)
+            candidates: Iterator[Any] = made.read_whole() if isinstance(made, PathPacks) else made
+            smaller: list[T] = list(candidates)
             packs = smaller if len(smaller) <= slots else packs
         return self.distribute(iter(packs), dummy_pass)
 
     def _divide_paths(self, packs: PathPacks, dummy_pass: Callable[[Pack], object]) -> Iterator[Pack]:
         """Give each rank neighbouring texts, since it reads what they have in common once."""
         plans = packs.plan(self.workers.size)
-        own, most = plans[self.workers.rank], max(map(len, plans))
-        for number, pack in enumerate(packs.lay_out(own, self.workers.all_reduce, most)):
-            if number < len(own):
+        rank_plans, most = plans[self.workers.rank], max(map(len, plans))
+        for number, pack in enumerate(packs.lay_out(rank_plans, self.workers.all_reduce, most)):
+            if number < len(rank_plans):
                 yield pack
             else:
                 dummy_pass(pack)

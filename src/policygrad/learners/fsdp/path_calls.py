@@ -44,20 +44,20 @@ class SharedCalls(PathCalls):
         self.smallest: Pack = make_smallest_pack().to(device)
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        wanted = torch.is_grad_enabled()
-        while self._agree(wanted) is not wanted:
-            self._make_smallest_call(not wanted)
+        has_graph = torch.is_grad_enabled()
+        while self._agree(has_graph) is not has_graph:
+            self._make_smallest_call(not has_graph)
         return self.root(work)
 
     def meet(self) -> None:
         while (has_graph := self._agree(None)) is not None:
             self._make_smallest_call(has_graph)
 
-    def _agree(self, wanted: bool | None) -> bool | None:
+    def _agree(self, has_graph: bool | None) -> bool | None:
         """Return which kind of call all make now, with a graph or without; None = no process has one to make."""
         if self.all_reduce is None:
-            return wanted
-        counts = torch.tensor([wanted is False, wanted is True], dtype=torch.int64)
+            return has_graph
+        counts = torch.tensor([has_graph is False, has_graph is True], dtype=torch.int64)
         without, with_graph = self.all_reduce(counts).tolist()
         return False if without else True if with_graph else None
 

@@ -164,11 +164,11 @@ class ShardedEvaluator(Evaluator):
         readers, network = part.path_readers, self.network_for(part)
         if readers is None or not network.reads_segments:
             return
-        own = get_backbone(self.model)
+        main_backbone = get_backbone(self.model)
         if backbone is not None:
             network = replace(network, routing=None, load=None)
-        calls = SharedCalls(network, backbone or own, call or self.root, readers.all_reduce)
-        readers.open(network, backbone or own, calls).prepare(part)
+        calls = SharedCalls(network, backbone or main_backbone, call or self.root, readers.all_reduce)
+        readers.open(network, backbone or main_backbone, calls).prepare(part)
 
     @contextmanager
     def keep_gradients(self) -> Iterator[None]:

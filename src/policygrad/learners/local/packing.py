@@ -356,8 +356,8 @@ class PathPacks(Iterator[Pack]):
         bounds = [0, *np.append(starts, len(lengths))[chosen].tolist(), len(lengths)]
         plans = list[list[PassPlan]]()
         for first, end in pairwise(bounds):
-            own = np.where(np.arange(first, end) == first, 0, shared[first:end])
-            passes = plan_passes(lengths[first:end], own, self.units[first:end], self.budget) if end > first else []
+            common = np.where(np.arange(first, end) == first, 0, shared[first:end])
+            passes = plan_passes(lengths[first:end], common, self.units[first:end], self.budget) if end > first else []
             plans.append([plan.move(first) for plan in passes])
         return plans
 
@@ -376,8 +376,8 @@ class PathPacks(Iterator[Pack]):
         for plan in plans:
             pack = _layout_parts(self.batch, self.texts, plan)
             path = {segment for part in pack.parts for segment in part.path} - entered
-            own = sum(len((part.pack or pack).ids) - part.depth for part in pack.parts)
-            packs.append(replace(pack, num_first_read=own + sum(x.end - x.begin for x in path)))
+            behind = sum(len((part.pack or pack).ids) - part.depth for part in pack.parts)
+            packs.append(replace(pack, num_first_read=behind + sum(x.end - x.begin for x in path)))
             entered |= path
         path_readers = PathReaders(max((part.depth for pack in packs for part in pack.parts), default=0), all_reduce)
         packs += [make_smallest_pack()] * (num_passes - len(packs))

@@ -181,8 +181,8 @@ class PathReader:
                 add(self.steps[source.segment], source.which, rows)
             if number < count - 1:
                 with torch.no_grad(), self.network.uncounted():
-                    own = _cut_own(part, pack)
-                    step = _Step(own, self._follow(own, part.depth))
+                    piece = _cut_own(part, pack)
+                    step = _Step(piece, self._follow(piece, part.depth))
                 self.unfinished.append((part, step))
                 add(step, part.which, np.arange(len(part.which)))
         self.calls.meet()
@@ -206,8 +206,8 @@ class PathReader:
         self._return_to(0)
         self.calls.meet()
 
-    def _follow(self, own: Pack, depth: int) -> Tensor:
-        return self.calls.run(lambda: self.memory.follow(own, depth))
+    def _follow(self, piece: Pack, depth: int) -> Tensor:
+        return self.calls.run(lambda: self.memory.follow(piece, depth))
 
     def _go_to(self, part: PackPart, pack: Pack, *, is_left: bool) -> None:
         """Make the memory have a part's path; `is_left`: no pass will follow what it has of another."""

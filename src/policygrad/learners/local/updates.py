@@ -107,8 +107,8 @@ class LocalGradientProblem:
             metrics, balance_loss = memory.run(lambda: networks.run_compiled(run, undo), undo)
             expert_load = report_experts()
         offered: Metrics = {"completions/offered": Sum(float(batch.mask.any(1).sum()))}
-        nothing = {name: Sum(0.0) for name in ("completions/computed", "tokens/offered", "tokens/computed")}
-        metrics = nothing | offered | networks.division.reduce_metrics(metrics)
+        zeros = {name: Sum(0.0) for name in ("completions/computed", "tokens/offered", "tokens/computed")}
+        metrics = zeros | offered | networks.division.reduce_metrics(metrics)
         metrics |= {} if balance is None or load is None else balance.report(balance_loss)
         routing = networks.policy.network.routing
         if routing is not None:
