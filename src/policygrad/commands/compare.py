@@ -436,8 +436,6 @@ class Preregistered(TypedDict):
 @prints(ComparisonReport, PlannedCommands, Preregistered)
 def compare(args: list[str]) -> int:
     """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
-    from policygrad import __version__
-
     reject_cluster_flags(args, "compare", "runs on this machine, several at a time with --jobs N")
     at = args.index("--") if "--" in args else len(args)
     mine, common = args[:at], args[at + 1 :]
@@ -471,36 +469,7 @@ def compare(args: list[str]) -> int:
         check_folders(options.output)
         check_unstarted(folder, options.preregistered.read_bytes())
     else:
-        ladder = LADDERS[options.ladder] if options.ladder else None
-        if not options.rows and ladder is None:
-            raise ConfigError(
-                "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
-            )
-        if options.vary and ladder is not None:
-            raise ConfigError("--vary changes options of one row, and --ladder names its own: give only one of them")
-        specs = vary_rows(options.rows, options.vary, options.lr_grid) if options.vary else options.rows
-        plan = ComparisonPlan(
-            rows=build_rows(
-                specs,
-                ladder,
-                common,
-                options.options,
-                lr_grid=_grid(options.lr_grid, "--lr-grid"),
-                delta_grid=_grid(options.delta_grid, "--delta-grid"),
-                tokens=options.tokens,
-                overrides=not options.no_overrides,
-            ),
-            tokens=options.tokens,
-            seeds=tuple(range(options.seeds)),
-            tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
-            command=shlex.join(["policygrad", "compare", *args]),
-            version=__version__,
-            ladder=ladder.to_dict() if ladder else {},
-        )
-        check_folders(options.output)
-        labels = [row.label for row in plan.rows]
-        labels = [f"{plan.rows[0].argv[0].rpartition(':')[2]}-grid"] if options.vary else labels
-        folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
+        plan, folder = plan_comparison(options, common, args)
     if options.preregister is not None:
         written = preregister(plan, resolve_rows(plan), options.metric, options.threshold)
         sha256 = write_preregistration(written, options.preregister)
@@ -518,6 +487,51 @@ def compare(args: list[str]) -> int:
             print(format_commands(plan))
         return 0
     return run_comparison(plan, folder, options)
+
+
+def plan_comparison(options: CompareOptions, common: Sequence[str], args: Sequence[str]) -> tuple[ComparisonPlan, Path]:
+    """Plan a new comparison; return it with its folder.
+
+    Args:
+        common: Options of train for every row.
+        args: The command's arguments, which the report names.
+
+    Raises:
+        ConfigError: There is nothing to compare, or options that exclude each other.
+    """
+    from policygrad import __version__
+
+    ladder = LADDERS[options.ladder] if options.ladder else None
+    if not options.rows and ladder is None:
+        raise ConfigError(
+            "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
+        )
+    if options.vary and ladder is not None:
+        raise ConfigError("--vary changes options of one row, and --ladder names its own: give only one of them")
+    specs = vary_rows(options.rows, options.vary, options.lr_grid) if options.vary else options.rows
+    plan = ComparisonPlan(
+        rows=build_rows(
+            specs,
+            ladder,
+            common,
+            options.options,
+            lr_grid=_grid(options.lr_grid, "--lr-grid"),
+            delta_grid=_grid(options.delta_grid, "--delta-grid"),
+            tokens=options.tokens,
+            overrides=not options.no_overrides,
+        ),
+        tokens=options.tokens,
+        seeds=tuple(range(options.seeds)),
+        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
+        command=shlex.join(["policygrad", "compare", *args]),
+        version=__version__,
+        ladder=ladder.to_dict() if ladder else {},
+    )
+    check_folders(options.output)
+    labels = [row.label for row in plan.rows]
+    labels = [f"{plan.rows[0].argv[0].rpartition(':')[2]}-grid"] if options.vary else labels
+    folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
+    return plan, folder
 
 
 def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
