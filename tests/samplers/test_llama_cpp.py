@@ -356,14 +356,14 @@ def test_run_updates_weights_during_its_next_rollout(small: pg.Run, tmp_path: Pa
         small,
         sampler=replace(CONFIG, chunk_tokens=2),
         max_staleness=1,
-        steps=3,
+        steps=6,
         samples_per_prompt=4,
         sampling=SamplingParams(temperature=3.0, max_tokens=24),  # seldom ends early
         output=str(tmp_path / "run"),
     )
     trainer = Versions(run, display=False)
     trainer.seen = []
-    assert trainer.train().steps == 3
+    assert trainer.train().steps == 6
     assert any(len(versions) == 2 for versions in trainer.seen)
     assert all(len(versions) <= 2 for versions in trainer.seen)
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
