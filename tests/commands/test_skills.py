@@ -46,6 +46,7 @@ def test_every_command_of_a_guide_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "tent", raising=False)  # of another page's test
     entered = enter_page(guide.text, run_command)
     assert all(output for line, output in entered if line.startswith("policygrad"))
     for line, output in entered:
