@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from doubles.files import write_rows
+from policygrad.commands import runs
 from policygrad.commands.runs import find_runs, format_runs, read_status, shorten_middle
+from policygrad.report import data
 from policygrad.utils.filesystem import hold_lock, is_locked, write_lock_owner
 
 Command = Callable[..., tuple[int, str, str]]
@@ -148,3 +150,7 @@ def test_the_states_of_real_runs(run_command: Command, random_model: Path, tmp_p
         "done": ("finished", 2),
         "half": ("stopped", 1),
     }
+
+
+def test_its_files_of_a_run_are_those_of_the_report() -> None:
+    assert {file: kind for kind, file in data.CONFIG_FILES.items()} == runs.CONFIG_FILES

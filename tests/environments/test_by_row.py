@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,10 @@ def test_what_a_run_asks_of_its_environment_is_asked_of_all() -> None:
         assert OPENED == ["in"]
     assert OPENED == ["in", "out"]
     assert not find_capabilities(kinds).is_single_answer
+    assert kinds.parser is None
+    own = SimpleNamespace(parser="its own")
+    assert RowEnvironments({"own": own}).parser == "its own"
+    assert RowEnvironments({"own": own, "b": Echo}).parser is None
     with pytest.raises(ConfigError, match="no row's environment is one"):
         kinds.with_variables(["KEY"])
     with pytest.raises(ConfigError, match="in the environment nim the policy plays against itself"):

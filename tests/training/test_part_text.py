@@ -10,10 +10,11 @@ import pytest
 
 import policygrad as pg
 from policygrad.commands.train import parse_run
-from policygrad.training.config.part_text import read_part_call, split_parts
+from policygrad.training.config.part_text import read_part_call
 from policygrad.training.config.run import UncheckedRun
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.trust import find_code_references
+from policygrad.utils.argv import split_outside_brackets
 
 TENT = """
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def test_code_in_a_call_is_found() -> None:
 
 
 def test_lists_are_split_at_their_own_commas() -> None:
-    assert split_parts("A(x=1, y=[2, 3]),B, C(t='a,)b')") == ["A(x=1, y=[2, 3])", "B", "C(t='a,)b')"]
+    assert split_outside_brackets("A(x=1, y=[2, 3]),B, C(t='a,)b')") == ["A(x=1, y=[2, 3])", "B", "C(t='a,)b')"]
     assert read_part_call("A(x=-1, y=[true, None], z=B(t='q'))") == {
         "part": "A",
         "x": -1,

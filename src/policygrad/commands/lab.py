@@ -47,6 +47,7 @@ from policygrad.training.config.option_checks import check_seed
 from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
+from policygrad.utils.argv import split_outside_brackets
 
 if TYPE_CHECKING:
     from policygrad.lab.control.train import Update
@@ -116,14 +117,8 @@ def insert_part(base: Algorithm, spec: str) -> tuple[Algorithm, str]:
 def _split_spec(spec: str) -> tuple[str, list[tuple[str, str]]]:
     """(the field, "" where none is named; each part's name and the text of its settings)."""
     place, path = match.groups() if (match := re.fullmatch(r"(?:(\w+)=)?(.*)", spec, re.DOTALL)) else ("", spec)
-    items, depth = [""], 0
-    for letter in path:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += letter
-    matches = [re.fullmatch(r"(.*?\w)\s*(?:\((.*)\))?", item.strip(), re.DOTALL) for item in items]
+    items = split_outside_brackets(path)
+    matches = [re.fullmatch(r"(.*?\w)\s*(?:\((.*)\))?", item, re.DOTALL) for item in items]
     if not all(matches):
         raise ConfigError(
             f"--part {spec!r} is invalid. Write [FIELD=]PART[,PART], with settings in parentheses: mine:Gate(width=0.3)"

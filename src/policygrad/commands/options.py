@@ -33,6 +33,7 @@ from policygrad.training.config.serialization import from_dict, load_config
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
+from policygrad.utils.argv import split_outside_brackets
 from policygrad.utils.filesystem import read_json, write_atomically
 
 if TYPE_CHECKING:
@@ -367,19 +368,11 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         if not value or value.startswith("-"):
             raise ConfigError(f"{flag} needs the name of a part, or none")
         several = isinstance(getattr(base, key), tuple)
-        parts = [] if several and value == "none" else _split_parts(value)
+        parts = [] if several and value == "none" else split_outside_brackets(value)
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
         base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
     return base, remaining
-
-
-def _split_parts(text: str) -> list[str]:
-    if "(" not in text:
-        return text.split(",")
-    from policygrad.training.config.part_text import split_parts
-
-    return split_parts(text)
 
 
 def build_option_type(chosen: Algorithm) -> type:

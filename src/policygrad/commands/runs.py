@@ -21,6 +21,7 @@ from policygrad.errors import RunError
 from policygrad.trackers.console import format_duration
 from policygrad.utils.filesystem import is_locked, iter_lines_backwards, open_regular, parse_json, read_json, read_toml
 
+# report/data.py has the same the other way round, and imports torch, which a list of runs should not wait for.
 CONFIG_FILES = {"run.toml": "train", "sft.toml": "sft", "reward-model.toml": "reward-model"}
 State = Literal["running", "finished", "stopped", "failed"]
 RECENT = 20  # steps of which the median duration says how long the others will take

@@ -8,8 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from policygrad.errors import ConfigError
-from policygrad.training.config.part_text import split_parts
-from policygrad.utils.argv import merge_argv
+from policygrad.utils.argv import merge_argv, split_outside_brackets
 
 MAX_ROWS = 100
 """More rows than anybody reads in one table."""
@@ -33,7 +32,7 @@ def parse_variation(text: str) -> Variation:
     """Parse `lr=1e-6,1e-5` or `algorithm.gate=Clip(low=0.1),OnPolicy`. Raises ConfigError for fewer than two values."""
     name, equals, values = text.partition("=")
     option = f"--{name.strip().lstrip('-').replace('_', '-')}"
-    tried = tuple(split_parts(values)) if values.strip() else ()
+    tried = tuple(split_outside_brackets(values)) if values.strip() else ()
     if not equals or not re.fullmatch(r"--[a-z][\w.-]*", option):
         raise ConfigError(f"--vary {text!r}: write an option of train and its values, as in lr=1e-6,1e-5")
     if len(tried) < 2 or not all(tried):

@@ -13,6 +13,7 @@ from policygrad.rollout.environment import (
     Capabilities,
     KnowsOpening,
     Observation,
+    ParsesCalls,
     SingleTurn,
     find_capabilities,
 )
@@ -56,6 +57,12 @@ class RowEnvironments:
         each = [find_capabilities(kind) for kind in self.kinds.values()]
         reasons = (x.stays_because for x in each if x.stays_because)
         return Capabilities(is_repeatable=all(x.is_repeatable for x in each), stays_because=next(reasons, ""))
+
+    @property
+    def parser(self) -> object:
+        """A parser of its own, where all of them have one: else the model's format is needed for some rows."""
+        parsers = [kind.parser if isinstance(kind, ParsesCalls) else None for kind in self.kinds.values()]
+        return parsers[0] if all(parser is not None for parser in parsers) else None
 
     def find(self, example: Example) -> tuple[str, EnvironmentKind]:
         """Return a row's environment with its name. Raises DataError for a name that is not among them."""

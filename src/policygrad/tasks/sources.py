@@ -39,6 +39,7 @@ from policygrad.tasks.files import (
     read_json_array,
 )
 from policygrad.tasks.reasoning_gym import Component
+from policygrad.utils.argv import split_outside_brackets
 from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
 HUB_PREFIX = "hf:"
@@ -143,13 +144,13 @@ def _path_exists(name: str) -> bool:
 def parse_components(text: str) -> tuple[Component, ...]:
     """Parse datasets joined by `+`, each `[weight*]name[:key=value,…]`. Raises DataError, quoting the invalid part."""
     components = []
-    for part in _split_top_level(text, "+"):
+    for part in split_outside_brackets(text, "+"):
         weight, part = split_weight(part, text)
         name, colon, settings = part.partition(":")
         if not name.strip():
             raise DataError(f"task {text!r}: a dataset's name is missing; write name[:key=value,...] joined by '+'")
         config: dict[str, Any] = {}
-        for setting in _split_top_level(settings, ",") if colon else []:
+        for setting in split_outside_brackets(settings, ",") if colon else []:
             key, equals, value = (piece.strip() for piece in setting.partition("="))
             if not (equals and key and value):
                 raise DataError(
@@ -167,24 +168,6 @@ def _parse_value(text: str) -> Any:
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-
-
-def _split_top_level(text: str, separator: str) -> list[str]:
-    """Split outside of brackets and quotes, so that a value may be a list. `1e+3` is one number, not a mix."""
-    parts, depth, quote, start = [], 0, "", 0
-    for i, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == separator and depth == 0 and not re.search(r"[\d.][eE]$", text[:i]):
-            parts.append(text[start:i])
-            start = i + 1
-    return [*parts, text[start:]]
 
 
 def split_weight(part: str, task: str) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -27,6 +28,24 @@ def option_values(argv: Sequence[str], option: str) -> list[str]:
     """Return all values given to an option."""
     given = [arguments for name, arguments in iter_options(argv) if name == option]
     return [value for x in given for value in (x[0].partition("=")[2], *x[1:]) if value]
+
+
+def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
+    """Split a value, but not within brackets or quotes: what is joined may hold lists and calls. `1e+3` is one number."""
+    parts, depth, quote, start = list[str](), 0, "", 0
+    for i, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter == separator and depth == 0 and not re.search(r"[\d.][eE]$", text[:i]):
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in (*parts, text[start:])]
 
 
 def merge_argv(*layers: Sequence[str]) -> tuple[str, ...]:

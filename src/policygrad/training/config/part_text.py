@@ -24,25 +24,6 @@ def read_part_call(text: str) -> dict[str, Any]:
     return _read_call(name.strip(), call, text)
 
 
-def split_parts(text: str) -> list[str]:
-    """Split a list of parts at its commas, but not at those between parentheses, brackets or quotes."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "([":
-            depth += 1
-        elif letter in ")]":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += letter
-    return [part.strip() for part in parts]
-
-
 def _read_call(name: str, call: ast.Call, text: str) -> dict[str, Any]:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ConfigError(
