@@ -48,6 +48,7 @@ def test_a_run_has_a_model_before_and_after(run: Path, tmp_path: Path) -> None:
     [
         (("--host", "0.0.0.0"), "add --page"),
         (("--page", "--port", "70000"), "--port must be from 0 to 65535"),
+        (("--alone",), "no run is named: leave it out"),
         (("--temperature", "-1"), "--temperature must be 0 or more"),
         (("--max-tokens", "0"), "max-tokens"),
     ],

@@ -17,6 +17,7 @@ import policygrad as pg
 from policygrad.commands.served_model import ServedModel
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
 from policygrad.samplers.base import Generation, Request, SamplingParams
+from policygrad.samplers.local.cuda_graphs import STEPS
 from policygrad.samplers.local.sampler import ABANDONED_STEPS
 
 
@@ -142,8 +143,11 @@ def test_options_that_no_request_could_use_are_refused(
         assert reason in err
 
 
-def test_a_completion_that_nobody_waits_for_ends_early_and_leaves_the_others_as_they_are() -> None:
+@pytest.mark.parametrize("decodes_ahead", [False, True])
+def test_a_completion_that_nobody_waits_for_ends_early_and_leaves_the_others_as_they_are(decodes_ahead: bool) -> None:
+    """Also where results are looked at every few tokens only, as on a GPU."""
     model = ServedModel("tiny")
+    model.sampler.decodes_ahead = decodes_ahead
     requests = [
         Request(torch.tensor([1, 2, 3 + i]), (0, i), SamplingParams(max_tokens=60), 60, stop=frozenset())
         for i in range(3)
@@ -152,7 +156,7 @@ def test_a_completion_that_nobody_waits_for_ends_early_and_leaves_the_others_as_
     assert [len(g.tokens) for g in whole] == [60] * 3
     model.sampler.is_abandoned = lambda request: request is requests[1]
     cut = asyncio.run(model.sampler.generate(requests))
-    assert [len(g.tokens) for g in cut] == [60, ABANDONED_STEPS, 60]
+    assert [len(g.tokens) for g in cut] == [60, STEPS + 1 if decodes_ahead else ABANDONED_STEPS, 60]
     assert all(torch.equal(a.tokens, b.tokens[: len(a.tokens)]) for a, b in zip(cut, whole, strict=True))
 
 

@@ -129,6 +129,8 @@ def find_models(options: ChatOptions) -> list[tuple[str, str]]:
     Raises:
         ConfigError: None is named, or a run has no model so far.
     """
+    if options.alone and not any((Path(name) / RUN_FILE).is_file() for name in options.model):
+        raise ConfigError("--alone leaves out the model before a run's training, and no run is named: leave it out")
     if not options.model:
         raise ConfigError("name a run or a model: policygrad chat runs/dapo-1, policygrad chat tiny")
     result = list[tuple[str, str]]()

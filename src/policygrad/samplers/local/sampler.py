@@ -295,7 +295,9 @@ class DecodeLoop:
                 logits = self._run_ahead(cache, logits, callback)
                 continue
             sampled = self.active
-            self._end_abandoned()
+            self.num_steps += 1
+            if self.num_steps % ABANDONED_STEPS == 0:
+                self._end_abandoned(self.active, self.count)
             token = self._sample(cache, logits)
             logits = None
             self._report(sampled[torch.isin(sampled, self.active, invert=True)], callback)
@@ -316,14 +318,13 @@ class DecodeLoop:
             for i, (ids, p, n, end) in enumerate(ends)
         ]
 
-    def _end_abandoned(self) -> None:
-        """Let completions that nobody waits for end with their next token."""
-        self.num_steps += 1
-        if self.is_abandoned is None or self.num_steps % ABANDONED_STEPS:
+    def _end_abandoned(self, active: Tensor, count: Tensor) -> None:
+        """Let completions that nobody waits for end with their next token; active, count: [N] as in the loop."""
+        if self.is_abandoned is None:
             return
-        for index, count in zip(self.active.tolist(), self.count.tolist(), strict=True):
+        for index, sampled in zip(active.tolist(), count.tolist(), strict=True):
             if self.is_abandoned(self.requests[index]):
-                self.limit[index] = count + 1
+                self.limit[index] = min(sampled + 1, int(self.limit[index]))
 
     def _length(self, group: Sequence[int]) -> int:
         """Return the length of the prompt that these requests share."""
@@ -350,6 +351,7 @@ class DecodeLoop:
             decoder.run()
             self._report(decoder.active[decoder.finished & ~reported], callback)
             reported = decoder.finished.clone()
+            self._end_abandoned(decoder.active, decoder.count)
             remaining = rows - int(reported.sum())
             slots = self.slots - remaining
             if remaining < COMPACT_FRACTION * rows or (
