@@ -7,7 +7,7 @@ These parts keep TRL's numbers instead, for scripts that were tuned with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -86,10 +86,8 @@ class MicroBatchHighEntropy(HighEntropy):
 class SelectedEntropy(ExactEntropy):
     """The entropy bonus of the tokens that learn, where `MicroBatchHighEntropy` chooses them."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"selected"})
-
     def token_mask(self, batch: Batch) -> Tensor | None:
-        return batch.require("selected", self)
+        return batch.selected
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class _OnlineTrainer(transformers.Trainer):
             optimizers=optimizers,
         )
         self.accelerator.native_amp = False  # the precision of the passes is the learner's own
-        self._set_learner(policy.model)
+        self._set_learner(policy.model, has_new_adapters=peft_config is not None)
         options = dict(args.chat_template_kwargs or {})
         self._rows = RowSampler(
             replace(policy.tokenizer, template_options=options),
@@ -222,7 +222,7 @@ class _OnlineTrainer(transformers.Trainer):
         self.reward_processing_classes = loaded.tokenizers
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
 
-    def _set_learner(self, model: nn.Module) -> None:
+    def _set_learner(self, model: nn.Module, *, has_new_adapters: bool) -> None:
         run = self.run
         spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
         coefficient = self.args.router_aux_loss_coef
@@ -235,6 +235,10 @@ class _OnlineTrainer(transformers.Trainer):
                 )
             text.router_aux_loss_coef = coefficient
         self.learner = LocalLearner(model, spec)
+        if has_new_adapters and self.learner.reference is not None:  # whatever they begin with
+            from policygrad.models.adapters import set_adapters_enabled
+
+            set_adapters_enabled(self.learner.reference.model, False)
         self.aux_loss_enabled = bool(read_balance_coefficient(model))
         for k, function in enumerate(self.reward_funcs):
             if isinstance(function, nn.Module):
