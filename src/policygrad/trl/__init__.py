@@ -8,6 +8,9 @@ from policygrad.utils.lazy_exports import export_lazily
 _HOME = {
     "policygrad.trl.config": "GRPOConfig RLOOConfig",
     "policygrad.trl.trainer": "GRPOTrainer RLOOTrainer",
+    "policygrad.trl.scripts": (
+        "ModelConfig ScriptArguments TrlParser get_kbit_device_map get_peft_config get_quantization_config"
+    ),
 }
 
 __getattr__, __dir__, __all__ = export_lazily(__name__, _HOME)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from policygrad.errors import ConfigError
+from policygrad.models.vision import picture_inputs
 from policygrad.samplers.base import Generation, Request
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -37,18 +37,19 @@ class GenerateSampler:
         self.version = weights.version
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        if any(request.media for request in requests):
-            raise ConfigError(
-                "pictures are sampled from without min_p, repetition_penalty and generation_kwargs: leave these out"
-            )
         device = next(self.model.parameters()).device
         width = max(len(request.prompt_ids) for request in requests)
         ids = torch.full((len(requests), width), self.pad, dtype=torch.int64)
-        attention = torch.zeros_like(ids)
+        attention, slots = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
-            attention[row, width - len(request.prompt_ids) :] = 1
-        first = requests[0]
+            first_column = width - len(request.prompt_ids)
+            ids[row, first_column:] = request.prompt_ids
+            attention[row, first_column:] = 1
+            for media in request.media:
+                slots[row, first_column + media.slots] = True
+        first, inputs = requests[0], {"input_ids": ids.to(device)}
+        if pictures := [media for request in requests for media in request.media]:
+            inputs = picture_inputs(self.model, inputs["input_ids"], slots.to(device), pictures)
         options: dict[str, Any] = {
             "max_new_tokens": max(request.max_tokens for request in requests),
             "do_sample": True,
@@ -63,9 +64,7 @@ class GenerateSampler:
         model: Any = self.model
         torch.manual_seed(hash(first.key) & 0x7FFFFFFF)
         with torch.no_grad():
-            out = model.generate(
-                input_ids=ids.to(device), attention_mask=attention.to(device), generation_config=config
-            )
+            out = model.generate(**inputs, attention_mask=attention.to(device), generation_config=config)
         return [
             self._cut(row, request.max_tokens) for row, request in zip(out[:, width:].cpu(), requests, strict=True)
         ]

@@ -7,9 +7,10 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from policygrad.models.traits import adapter_configs
+from policygrad.models.vision import load_processor as load_picture_processor
 from policygrad.trl.config import _OnlineConfig
 from policygrad.trl.scoring import Rewards, name_function
 
@@ -65,15 +66,12 @@ def _load_by_name(name: str, args: _OnlineConfig, options: dict[str, Any]) -> An
 
 def load_processor(model: Any, args: _OnlineConfig) -> Any:
     """Return the tokenizer of a model, or the processor of one that sees."""
-    name = model.config._name_or_path
+    name, trust = model.config._name_or_path, args.trust_remote_code
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    return AutoProcessor.from_pretrained(
-        name,
-        revision=options.get("revision"),
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=args.trust_remote_code,
-    )
+    sides = {"truncation_side": "left", "padding_side": "left"}
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=options.get("revision"), trust_remote_code=trust, **sides)
+    pictures = load_picture_processor(name, model, tokenizer, name, trust)
+    return tokenizer if pictures is None else pictures.hf
 
 
 def prepare_tokenizer(processing_class: Any, model: Any) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from policygrad.utils.message_parts import to_plain
-
 
 def write_completions(columns: Mapping[str, list[Any]], output: Path, step: int, args: Any) -> None:
     """Write a table to completions/completions_STEP.parquet, and print some of its rows."""
@@ -26,7 +24,9 @@ def write_completions(columns: Mapping[str, list[Any]], output: Path, step: int,
 
 def _describe(value: Any) -> Any:
     """Return a value without its pictures."""
-    return to_plain(value) if isinstance(value, list | tuple) else value
+    if isinstance(value, Mapping):
+        return {name: _describe(each) for name, each in value.items() if name != "image"}
+    return [_describe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _show(table: Any, step: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
@@ -38,6 +39,7 @@ from policygrad.trl.config import GRPOConfig, RLOOConfig, _OnlineConfig
 from policygrad.trl.data import Row, is_stream, make_loader
 from policygrad.trl.environments import Environments, list_methods, make_reward
 from policygrad.trl.fields import check_fields
+from policygrad.trl.folder import RunLog
 from policygrad.trl.generate import GenerateSampler, replaces_generate
 from policygrad.trl.loading import load_model, load_processor, load_reward_functions, prepare_tokenizer
 from policygrad.trl.sampling import RowSampler, SampledRows
@@ -62,6 +64,10 @@ _PUBLIC = {
     "_environment_pool": "environments",
 }
 """Private attributes of TRL's that scripts reach for -> what there is in public."""
+
+
+STATE, MASTERS = "policygrad.json", "policygrad.safetensors"
+"""Files of a checkpoint beside those of transformers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +160,9 @@ class _OnlineTrainer(transformers.Trainer):
         self._values: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._generated: Generated | None = None
         self._micro_step, self._window, self._accumulated = 0, 0, list[int]()
-        self._published = -1
+        self._seconds, self._eval_batches = 0.0, 0
+        self.run_log: RunLog | None = None
+        """The run's folder, while it trains."""
         self._completions: dict[str, list[Any]] = {}  # of the last generation
         self.entropy_coef: float = getattr(args, "entropy_coef", 0.0)
         self._last_entropy = math.inf
@@ -337,7 +345,7 @@ class _OnlineTrainer(transformers.Trainer):
         if is_last or self._micro_step % rhythm.micro_batches == 0:
             loss = self._accumulate(self._generated, self._accumulated, self.current_gradient_accumulation_steps)
             self._accumulated = []
-        self._seconds = getattr(self, "_seconds", 0.0) + time.perf_counter() - started
+        self._seconds += time.perf_counter() - started
         if is_last:
             self._window = 0
             self._add("train", {"step_time": self._seconds})
@@ -353,6 +361,7 @@ class _OnlineTrainer(transformers.Trainer):
     def _accumulate(self, generated: Generated, indices: Sequence[int], count: int) -> float:
         """Add the gradient of some micro-batches of an optimizer step, and return their loss."""
         size = self.rhythm.rows
+        started = time.perf_counter()
         rows = torch.cat([generated.order[i * size : (i + 1) * size] for i in indices])
         algorithm = self._algorithm_of_step(generated, size, count)
         batch = generated.batch.select(rows)
@@ -361,6 +370,8 @@ class _OnlineTrainer(transformers.Trainer):
         self._fill_gradients()
         loss = -_value(metrics, "objective", 0.0)
         self._add("train", self._describe_update(metrics, batch, loss, count))
+        if self.run_log is not None:
+            self.run_log.add_update(metrics, time.perf_counter() - started, lr=self._get_learning_rate())
         balance = _value(metrics, "expert_balance/loss", 0.0)
         return loss + balance
 
@@ -449,7 +460,7 @@ class _OnlineTrainer(transformers.Trainer):
 
     def _generate(self, rows: list[Row], samples: int, key: tuple[int, int, int], mode: str) -> Generated:
         """Sample, score and compare the completions of some rows."""
-        sampler = self._choose_sampler()
+        started, sampler = time.perf_counter(), self._choose_sampler()
         self.run_async(sampler.update(self.learner.publish()))
         if self.rollout_func is None:
             sampled = self._rows.sample(rows, samples, sampler, key)
@@ -469,7 +480,10 @@ class _OnlineTrainer(transformers.Trainer):
         self._add(mode, {name: sum(each) / len(each) for name, each in log.metrics.items()})
         batch, psi, scored = self._compare(sampled, values, samples)
         self._warn_unscored(sampled, scored)
-        self._describe_rewards(values, batch, scored, samples, mode)
+        scores = self._describe_rewards(values, scored, samples)
+        self._add(mode, scores)
+        if mode == "train" and self.run_log is not None:
+            self.run_log.begin(sampled, batch, psi, scores, samples, time.perf_counter() - started)
         if mode == "train":
             advantages = masked.first_valid(psi, batch.mask).tolist()
             self._keep_completions(sampled, values, advantages, log)
@@ -531,7 +545,7 @@ class _OnlineTrainer(transformers.Trainer):
             described |= {"tools/call_frequency": calls / len(lengths), "tools/failure_frequency": failed / max(1, calls)}
         return described
 
-    def _describe_rewards(self, values: Tensor, batch: Batch, scored: Tensor, samples: int, mode: str) -> None:
+    def _describe_rewards(self, values: Tensor, scored: Tensor, samples: int) -> dict[str, float]:
         total, _ = sum_rewards(values, self.reward_weights)
         described = dict[str, float]()
         for k, name in enumerate(self.reward_func_names):
@@ -543,7 +557,7 @@ class _OnlineTrainer(transformers.Trainer):
             "reward_std": _std(total[scored]),
             "frac_reward_zero_std": float(groups.is_constant(total).float().mean()),
         }
-        self._add(mode, described)
+        return described
 
     def _warn_unscored(self, sampled: SampledRows, scored: Tensor) -> None:
         if bool(scored.all()):
@@ -587,7 +601,7 @@ class _OnlineTrainer(transformers.Trainer):
     ) -> tuple[Tensor, None, None]:
         """Sample and score a batch of an evaluation, and return its loss."""
         samples = self.num_generations_eval
-        self._eval_batches = getattr(self, "_eval_batches", 0) + 1
+        self._eval_batches += 1
         key = (self.args.seed, EVALUATE, self._eval_batches)
         generated = self._generate(inputs, samples, key, "eval")
         algorithm = self._algorithm_of_step(generated, len(generated.psi), 1, is_eval=True)
@@ -608,19 +622,53 @@ class _OnlineTrainer(transformers.Trainer):
         result: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
         return result
 
+    # Optimizer. A bf16 model has fp32 masters, which are what is stepped, clipped and saved.
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the optimizer, of the masters where the model's own weights are copies of them."""
+        optimizer = super().create_optimizer()
+        masters, parameters = self.learner.optimizer.masters, self.learner.optimizer.parameters
+        kept = {parameters[name]: master for name, master in masters.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [kept.get(p, p) for p in group["params"]]
+        return optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        masters = list(self.learner.optimizer.masters.values())
+        return nn.utils.clip_grad_norm_(masters, self.args.max_grad_norm)
+
     # Checkpoints.
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        given, self.processing_class = self.processing_class, self._rows.tokenizer  # which writes a processor's files whole
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.processing_class = given
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         state = {"entropy_coef": self.entropy_coef, "last_entropy": self._last_entropy}
-        (folder / "policygrad.json").write_text(json.dumps(state))
+        (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
+        optimizer = self.learner.optimizer
+        copies = {n: m.detach() for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]}
+        if copies and not self.args.save_only_model:
+            save_file(copies, folder / MASTERS)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (file := Path(checkpoint) / "policygrad.json").is_file():
-            state = json.loads(file.read_text())
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), self.learner.optimizer
+        if (folder / STATE).is_file():
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.entropy_coef, self._last_entropy = state["entropy_coef"], state["last_entropy"]
+        saved = load_file(folder / MASTERS) if (folder / MASTERS).is_file() else {}
+        with torch.no_grad():
+            for name, master in optimizer.masters.items():
+                if master is not optimizer.parameters[name]:
+                    master.copy_(saved.get(name, optimizer.parameters[name]))
 
     def push_to_hub(self, *_: Any, **__: Any) -> Any:
         """Refuse: nothing is uploaded from here."""
@@ -683,6 +731,14 @@ class _FollowUpdates(TrainerCallback):
             done %= max(1, -(-len(loader) // accumulation))
         trainer._micro_step, trainer._window = done * accumulation, 0
         trainer._generated = None
+        generations = state.global_step * accumulation // trainer.rhythm.micro_batches
+        trainer.run_log = RunLog(Path(args.output_dir), trainer.run, generations)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer.run_log is not None:
+            self.trainer.run_log.end()
+            self.trainer.run_log.files.close()
+            self.trainer.run_log = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         optimizer = self.trainer.learner.optimizer
