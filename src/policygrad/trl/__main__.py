@@ -56,7 +56,9 @@ def main() -> None:
     """Run the script that the command line names, with the arguments after it."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m policygrad.trl SCRIPT [ARGUMENT …]\n\nRuns a script for TRL with policygrad's trainers.")
+        print(
+            "usage: python -m policygrad.trl SCRIPT [ARGUMENT …]\n\nRuns a script for TRL with policygrad's trainers."
+        )
         raise SystemExit(0 if arguments else 2)
     script = Path(arguments[0])
     if not script.is_file():

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from policygrad.errors import import_optional
+
 
 def _option(default: Any, text: str) -> Any:
     """Return a field with its help. `%` has a meaning in the help of argparse."""
@@ -22,18 +24,21 @@ class _BaseConfig(TrainingArguments):
 
     logging_steps: float = _option(10, "Log every this many optimizer steps; below 1, a fraction of all.")
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass.")
-    bf16: bool | None = _option(None, "Compute in bfloat16 on a GPU. None: yes, unless fp16 is set.")
+    bf16: bool | None = _option(  # type: ignore[assignment]
+        None, "Compute in bfloat16 on a GPU. None: yes, unless fp16 is set."
+    )
     lr_scheduler_kwargs: dict[str, Any] | str | None = _option(None, "Further arguments of the schedule.")
     use_liger_kernel: bool = _option(False, "Without effect: the passes here have kernels of their own.")
     torch_empty_cache_steps: int | None = _option(None, "Without effect.")
 
     def __post_init__(self) -> None:
+        import_optional("accelerate", f"{type(self).__name__}, which extends transformers' TrainingArguments,", "trl")
         self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
 
 
 @dataclass
-class _OnlineConfig(_BaseConfig):
+class OnlineConfig(_BaseConfig):
     """The fields that both trainers have."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012  transformers parses these from text
@@ -42,7 +47,9 @@ class _OnlineConfig(_BaseConfig):
     ]
 
     learning_rate: float = _option(1e-6, "Initial learning rate of AdamW.")
-    remove_unused_columns: bool | None = _option(False, "Keep the column `prompt` alone (and images).")
+    remove_unused_columns: bool | None = _option(  # type: ignore[assignment]
+        False, "Keep the column `prompt` alone (and images)."
+    )
     model_init_kwargs: dict[str, Any] | str | None = _option(None, "Arguments of from_pretrained, for a model by name.")
     trust_remote_code: bool = _option(False, "Run Python code from the folder or repository of the model.")
     router_aux_loss_coef: float | None = _option(None, "Coefficient of the load-balancing loss of experts.")
@@ -118,7 +125,8 @@ class _OnlineConfig(_BaseConfig):
 
     def _check_groups(self) -> None:
         """Refuse batches that split groups."""
-        assert self.num_generations is not None and self.generation_batch_size is not None
+        assert self.num_generations is not None
+        assert self.generation_batch_size is not None
         if self.do_eval and self.eval_strategy != "no":
             num_samples = self.num_generations_eval or self.num_generations
             batch = self.per_device_eval_batch_size * self.world_size
@@ -144,7 +152,7 @@ IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 
 
 @dataclass
-class GRPOConfig(_OnlineConfig):
+class GRPOConfig(OnlineConfig):
     """The configuration of `GRPOTrainer`: TRL's fields and defaults, as of TRL 1.16."""
 
     cast_lm_head_to_fp32: bool = _option(False, "Compute the output head in float32.")
@@ -198,7 +206,7 @@ class GRPOConfig(_OnlineConfig):
 
 
 @dataclass
-class RLOOConfig(_OnlineConfig):
+class RLOOConfig(OnlineConfig):
     """The configuration of `RLOOTrainer`: TRL's fields and defaults, as of TRL 1.16."""
 
     num_generations: int | None = _option(2, "Completions per prompt.")

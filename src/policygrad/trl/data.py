@@ -93,9 +93,7 @@ def make_loader(
         stream = RepeatedStream(rows, samples, prompts, repeats)
         return DataLoader(stream, batch_size=batch_size, collate_fn=keep_rows)
     order = RepeatedOrder(len(dataset), samples, prompts, repeats, shuffle=shuffle, seed=seed)
-    return DataLoader(
-        dataset, batch_size=batch_size, sampler=order, collate_fn=keep_rows, num_workers=num_workers
-    )
+    return DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=keep_rows, num_workers=num_workers)
 
 
 def is_conversation(prompt: Any) -> bool:

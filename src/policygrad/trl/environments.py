@@ -81,9 +81,9 @@ def list_methods(environment: Any) -> list[Callable[..., Any]]:
     return [getattr(environment, name) for name, _ in members if name not in RESERVED and not name.startswith("_")]
 
 
-def make_reward(kind: type) -> Callable[..., Any]:
+def make_reward(kind: Any) -> Callable[..., Any]:
     """Return the reward function of the environments of a class: what their `get_reward` says; None for others."""
-    if inspect.iscoroutinefunction(kind.get_reward):  # type: ignore[attr-defined]
+    if inspect.iscoroutinefunction(kind.get_reward):
 
         async def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [await each.get_reward() if type(each) is kind else None for each in environments]

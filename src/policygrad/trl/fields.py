@@ -17,7 +17,7 @@ _MODES_WITHOUT_MINIMUM = ("token_truncate", "sequence_truncate")
 @cache
 def load_table() -> dict[str, dict[str, str]]:
     """Return the tables `honoured` (kind of field -> names), `refused` and `idle` (name -> reason)."""
-    return tomllib.loads(files("policygrad.trl").joinpath("fields.toml").read_text(encoding="utf-8"))  # type: ignore[return-value]
+    return tomllib.loads(files("policygrad.trl").joinpath("fields.toml").read_text(encoding="utf-8"))
 
 
 def check_fields(config: Any) -> None:
@@ -62,7 +62,9 @@ def _is_filled(name: str, value: Any) -> bool:
     """Return True for a value that transformers puts in a field's place: a settled path, an object for None, text for a name."""
     empty: dict[str, Any] = {"fsdp": ([], "", None), "fsdp_config": (None, {}), "debug": ([], "")}
     if name in empty:
-        plain = {k: v for k, v in value.items() if v not in (None, False, 0, [], "")} if isinstance(value, dict) else value
+        plain = (
+            {k: v for k, v in value.items() if v not in (None, False, 0, [], "")} if isinstance(value, dict) else value
+        )
         return plain in empty[name]
     return False
 

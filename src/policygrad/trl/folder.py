@@ -20,7 +20,16 @@ from policygrad.utils.message_parts import to_plain
 
 NAME = "policygrad"
 """Name of the folder in output_dir."""
-_MEASURED = ("objective", "kl", "kl_old", "entropy/exact", "ratio/max", "clip_ratio/low", "clip_ratio/high", "observation/nll")
+_MEASURED = (
+    "objective",
+    "kl",
+    "kl_old",
+    "entropy/exact",
+    "ratio/max",
+    "clip_ratio/low",
+    "clip_ratio/high",
+    "observation/nll",
+)
 
 
 class RunLog:

@@ -60,14 +60,12 @@ class GenerateSampler:
             "top_k": first.sampling.top_k,
             **self.options,
         }
-        config = GenerationConfig(**options, disable_compile=True)
+        config = GenerationConfig(**options, disable_compile=True)  # type: ignore[no-untyped-call]
         model: Any = self.model
         torch.manual_seed(hash(first.key) & 0x7FFFFFFF)
         with torch.no_grad():
             out = model.generate(**inputs, attention_mask=attention.to(device), generation_config=config)
-        return [
-            self._cut(row, request.max_tokens) for row, request in zip(out[:, width:].cpu(), requests, strict=True)
-        ]
+        return [self._cut(row, request.max_tokens) for row, request in zip(out[:, width:].cpu(), requests, strict=True)]
 
     def _cut(self, tokens: torch.Tensor, max_tokens: int) -> Generation:
         """Return a completion up to its first end token."""

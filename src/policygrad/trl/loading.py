@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from policygrad.models.traits import adapter_configs
 from policygrad.models.vision import load_processor as load_picture_processor
-from policygrad.trl.config import _OnlineConfig
+from policygrad.trl.config import OnlineConfig
 from policygrad.trl.scoring import Rewards, name_function
 
 logger = transformers.utils.logging.get_logger("policygrad.trl")
 
 
-def load_model(model: Any, args: _OnlineConfig, quantization_config: Any, peft_config: Any) -> nn.Module:
+def load_model(model: Any, args: OnlineConfig, quantization_config: Any, peft_config: Any) -> nn.Module:
     """Return the model, with new adapters if `peft_config` describes them.
 
     Raises:
@@ -27,7 +27,9 @@ def load_model(model: Any, args: _OnlineConfig, quantization_config: Any, peft_c
     if isinstance(model, str):
         if quantization_config is not None:
             if "quantization_config" in options:
-                raise ValueError("quantization_config is an argument of the trainer and in model_init_kwargs: give it once")
+                raise ValueError(
+                    "quantization_config is an argument of the trainer and in model_init_kwargs: give it once"
+                )
             options["quantization_config"] = quantization_config
         model = _load_by_name(model, args, options)
     else:
@@ -39,7 +41,9 @@ def load_model(model: Any, args: _OnlineConfig, quantization_config: Any, peft_c
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):
-        raise TypeError(f"peft_config must be a peft.PeftConfig, such as LoraConfig(), not {type(peft_config).__name__}")
+        raise TypeError(
+            f"peft_config must be a peft.PeftConfig, such as LoraConfig(), not {type(peft_config).__name__}"
+        )
     if peft_config.is_prompt_learning:
         raise ValueError(
             "peft_config describes prompt-learning (virtual tokens before the prompt), which the passes here do not read: use "
@@ -53,7 +57,7 @@ def load_model(model: Any, args: _OnlineConfig, quantization_config: Any, peft_c
     return get_peft_model(model, peft_config)
 
 
-def _load_by_name(name: str, args: _OnlineConfig, options: dict[str, Any]) -> Any:
+def _load_by_name(name: str, args: OnlineConfig, options: dict[str, Any]) -> Any:
     """Load a model in the class that its configuration names, in float32 unless `dtype` says otherwise."""
     hub = {key: options[key] for key in ("revision", "subfolder", "cache_dir", "token") if key in options}
     trust = options.pop("trust_remote_code", args.trust_remote_code)
@@ -64,7 +68,7 @@ def _load_by_name(name: str, args: _OnlineConfig, options: dict[str, Any]) -> An
     return kind.from_pretrained(name, trust_remote_code=trust, **options)
 
 
-def load_processor(model: Any, args: _OnlineConfig) -> Any:
+def load_processor(model: Any, args: OnlineConfig) -> Any:
     """Return the tokenizer of a model, or the processor of one that sees."""
     name, trust = model.config._name_or_path, args.trust_remote_code
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
@@ -88,7 +92,7 @@ def prepare_tokenizer(processing_class: Any, model: Any) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-def load_reward_functions(functions: Any, tokenizers: Any, args: _OnlineConfig) -> Rewards:
+def load_reward_functions(functions: Any, tokenizers: Any, args: OnlineConfig) -> Rewards:
     """Return functions as they are, and reward models by name loaded with their tokenizers.
 
     Raises:
@@ -107,7 +111,9 @@ def load_reward_functions(functions: Any, tokenizers: Any, args: _OnlineConfig) 
         if isinstance(function, str):
             options = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
             options.setdefault("trust_remote_code", args.trust_remote_code)
-            functions[k] = function = AutoModelForSequenceClassification.from_pretrained(function, num_labels=1, **options)
+            functions[k] = function = AutoModelForSequenceClassification.from_pretrained(
+                function, num_labels=1, **options
+            )
         if isinstance(function, nn.Module):
             names.append(str(function.config._name_or_path).rstrip("/").split("/")[-1])  # type: ignore[union-attr]
             tokenizers[k] = _prepare_reward_tokenizer(function, tokenizers[k], args)
@@ -116,7 +122,7 @@ def load_reward_functions(functions: Any, tokenizers: Any, args: _OnlineConfig) 
     return Rewards(functions, names, tokenizers, dict(args.chat_template_kwargs or {}))  # type: ignore[arg-type]
 
 
-def _prepare_reward_tokenizer(model: Any, tokenizer: Any, args: _OnlineConfig) -> Callable[..., Any]:
+def _prepare_reward_tokenizer(model: Any, tokenizer: Any, args: OnlineConfig) -> Callable[..., Any]:
     """Return the tokenizer of a reward model, which reads each text at its last token that is no padding."""
     if tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=args.trust_remote_code)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from policygrad.core import masked
-from policygrad.core.base import Advantage, Aggregation
+from policygrad.core.base import Advantage, Aggregation, Correction
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.gates import ClippedImportance
 from policygrad.core.ratios import HighEntropy, bounded_exp
-from policygrad.core.terms import ExactEntropy, KLToReference, log_ratio
+from policygrad.core.terms import ExactEntropy, KLToReference
 
 Average = Literal["sequence_mean", "token_mean", "fixed_length", "sequence_sum", "generation_tokens"]
 
@@ -83,6 +83,38 @@ class MicroBatchHighEntropy(HighEntropy):
 
 
 @dataclass(frozen=True)
+class CompletionMean(Correction):
+    """A correction's mean over each completion, at all of its tokens: with a ratio of completions TRL multiplies the one value of a
+    completion by the corrections of its tokens, and its gradient reaches all tokens alike."""
+
+    part: Correction
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return self.part.needs
+
+    @property
+    def forward_needs(self) -> frozenset[str]:  # type: ignore[override]
+        return self.part.forward_needs
+
+    @property
+    def corrects_sampler(self) -> bool:  # type: ignore[override]
+        return self.part.corrects_sampler
+
+    @property
+    def formula(self) -> str:
+        return f"mean_t of {self.part.formula}"
+
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        return self.part.select_tokens(out, batch, psi)
+
+    def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
+        factor = masked.apply_mask(self.part(out, batch, psi), batch.mask)
+        mean = factor.sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True).clamp(min=1)
+        return mean.expand(factor.shape)
+
+
+@dataclass(frozen=True)
 class SelectedEntropy(ExactEntropy):
     """The entropy bonus of the tokens that learn, where `MicroBatchHighEntropy` chooses them."""
 
@@ -105,7 +137,7 @@ class SequenceWeightedKL(KLToReference):
     Source: TRL 1.16, `use_bias_correction_kl` with importance_sampling_level='sequence'.
     """
 
-    form: Literal["k3"] = "k3"  # type: ignore[assignment]
+    form: Literal["k3"] = "k3"
 
     @property
     def formula(self) -> str:

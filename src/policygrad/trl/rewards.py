@@ -23,7 +23,7 @@ _THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 
 def accuracy_reward(completions: Completions, solution: Sequence[str], **options: Any) -> list[float | None]:
-    r"""Return 1 where the answer, in \boxed{…} or other LaTeX, equals the solution, else 0; None for a solution that is no formula."""
+    r"""Return 1 where the answer, in \boxed{…} or other LaTeX, equals the solution, else 0; None if the solution is no formula."""
     return _compare([completion[0]["content"] for completion in completions], solution, options.get("log_extra"))
 
 
@@ -46,7 +46,7 @@ def think_format_reward(completions: Completions, **_: Any) -> list[float]:
 
 
 @dataclass
-class get_soft_overlong_punishment:  # noqa: N801  TRL's name, which is called like a function
+class get_soft_overlong_punishment:
     """Penalise completions longer than `max_completion_len` − `soft_punish_cache`, linearly down to −1. Source: DAPO, eq. 13."""
 
     max_completion_len: int
@@ -66,7 +66,7 @@ class get_soft_overlong_punishment:  # noqa: N801  TRL's name, which is called l
 
 
 @dataclass
-class get_repetition_penalty_reward:  # noqa: N801  likewise
+class get_repetition_penalty_reward:
     """Penalise the share of n-grams of tokens that were there before, up to `max_penalty`. Source: Yeo et al. 2025, app. C.2."""
 
     ngram_size: int = 3
@@ -87,7 +87,7 @@ class get_repetition_penalty_reward:  # noqa: N801  likewise
 
 
 @dataclass
-class get_cosine_scaled_reward:  # noqa: N801  likewise
+class get_cosine_scaled_reward:
     """Scale correctness by the length along a cosine: short right answers and long wrong ones cost least. Source: Yeo et al. 2025,
     app. C.1."""
 

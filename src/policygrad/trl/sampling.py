@@ -1,4 +1,4 @@
-"""Completions for the rows of a generation: prompts in the model's ids, single answers, conversations with tools, `rollout_func`."""
+"""Completions for the rows of a generation: single answers, conversations with tools, and what a `rollout_func` samples."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class RowSampler:
             for i in range(0, len(rows), per_spec)
         ]
         groups = self.run_async(
-            run_episodes(
-                specs, per_spec, self.sampling, sampler=sampler, encoder=self.tokenizer, environment=begin
-            )
+            run_episodes(specs, per_spec, self.sampling, sampler=sampler, encoder=self.tokenizer, environment=begin)
         )
         sampled = self._collect(rows, prompts, groups)
         if uses_tools:
@@ -211,7 +209,7 @@ class ToolConversation:
         self.turns += 1
         replies = [await self._call(call.name, call.arguments) for call in calls]
         self.messages += replies
-        return Step(Observation([_with_pictures(reply) for reply in replies]))
+        return Step(Observation(tuple(_with_pictures(reply) for reply in replies)))
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message with a call's result; what fails is told to the policy."""

@@ -101,9 +101,7 @@ class Rewards:
         """Return the first logit of each text, read up to its last token."""
         if is_conversation(prompts[0]):
             texts = [
-                tokenizer.apply_chat_template(
-                    [*prompt, *completion], tokenize=False, **self.template_options
-                )
+                tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_options)
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
         else:
@@ -118,7 +116,7 @@ class Rewards:
 
 def is_async(function: Any) -> bool:
     """Return True for an async function, or an object whose call is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def name_function(function: Any) -> str:

@@ -66,7 +66,9 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         return None
     from peft import LoraConfig
 
-    parameters = model_args.lora_target_parameters
+    options: dict[str, Any] = {}
+    if model_args.lora_target_parameters is not None:
+        options["target_parameters"] = model_args.lora_target_parameters
     return LoraConfig(
         task_type=model_args.lora_task_type,
         r=model_args.lora_r,
@@ -77,7 +79,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         use_rslora=model_args.use_rslora,
         use_dora=model_args.use_dora,
         bias="none",
-        **({} if parameters is None else {"target_parameters": parameters}),
+        **options,
     )
 
 

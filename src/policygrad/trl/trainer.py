@@ -35,7 +35,7 @@ from policygrad.models.traits import adapter_configs, read_balance_coefficient
 from policygrad.rollout.trajectory import EVALUATE, TRAIN
 from policygrad.samplers.base import LendsMemory, Sampler
 from policygrad.training.policy_setup import load_policy, make_sampler
-from policygrad.trl.config import GRPOConfig, RLOOConfig, _OnlineConfig
+from policygrad.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from policygrad.trl.data import Row, is_stream, make_loader
 from policygrad.trl.environments import Environments, list_methods, make_reward
 from policygrad.trl.fields import check_fields
@@ -83,18 +83,22 @@ class Generated:
     """Tokens that learn."""
 
 
-class _OnlineTrainer(transformers.Trainer):
+class OnlineTrainer(transformers.Trainer):
     """What the two trainers share."""
 
     kind: ClassVar[str]
-    config_class: ClassVar[type[_OnlineConfig]]
+    config_class: ClassVar[type[OnlineConfig]]
+    # What scripts may replace; transformers allows None and less than what is here.
     args: Any
+    model: Any
+    eval_dataset: Any
+    processing_class: Any
 
     def __init__(
         self,
         model: Any,
         reward_funcs: Any = None,
-        args: _OnlineConfig | None = None,
+        args: OnlineConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -141,7 +145,7 @@ class _OnlineTrainer(transformers.Trainer):
         )
         self.accelerator.native_amp = False  # the precision of the passes is the learner's own
         self._set_learner(policy.model, has_new_adapters=peft_config is not None)
-        options = dict(args.chat_template_kwargs or {})
+        options: dict[str, Any] = dict(self.args.chat_template_kwargs or {})
         self._rows = RowSampler(
             replace(policy.tokenizer, template_options=options),
             self.run.sampling,
@@ -173,7 +177,7 @@ class _OnlineTrainer(transformers.Trainer):
 
     # What is checked and made once.
 
-    def _check_data(self, args: _OnlineConfig, train_dataset: Any, eval_dataset: Any) -> Any:
+    def _check_data(self, args: Any, train_dataset: Any, eval_dataset: Any) -> Any:
         """Return the training data, or rows without prompts where an environment writes them."""
         if train_dataset is None:
             if self.environments_pool is None:
@@ -205,7 +209,7 @@ class _OnlineTrainer(transformers.Trainer):
             )
         return train_dataset
 
-    def _set_rewards(self, args: _OnlineConfig, functions: Any, tokenizers: Any) -> None:
+    def _set_rewards(self, args: OnlineConfig, functions: Any, tokenizers: Any) -> None:
         loaded = load_reward_functions(functions, tokenizers, args)
         weights = args.reward_weights or [1.0] * len(loaded.functions)
         if len(weights) != len(loaded.functions):
@@ -441,12 +445,15 @@ class _OnlineTrainer(transformers.Trainer):
     @property
     def _uses_generate(self) -> bool:
         args = self.args
-        return bool(
-            replaces_generate(self.model)
-            or args.generation_kwargs
-            or args.min_p is not None
-            or args.repetition_penalty != 1
-        ) and not args.use_vllm
+        return (
+            bool(
+                replaces_generate(self.model)
+                or args.generation_kwargs
+                or args.min_p is not None
+                or args.repetition_penalty != 1
+            )
+            and not args.use_vllm
+        )
 
     def _choose_sampler(self) -> Sampler:
         if not self._uses_generate:
@@ -542,7 +549,10 @@ class _OnlineTrainer(transformers.Trainer):
             }
         if self.tools:
             calls, failed = sampled.num_calls, sampled.num_failed_calls
-            described |= {"tools/call_frequency": calls / len(lengths), "tools/failure_frequency": failed / max(1, calls)}
+            described |= {
+                "tools/call_frequency": calls / len(lengths),
+                "tools/failure_frequency": failed / max(1, calls),
+            }
         return described
 
     def _describe_rewards(self, values: Tensor, scored: Tensor, samples: int) -> dict[str, float]:
@@ -609,12 +619,8 @@ class _OnlineTrainer(transformers.Trainer):
         with torch.no_grad():
             metrics = problem.accumulate_policy(learning=False)
         loss = -_value(metrics, "objective", 0.0)
-        self._add("eval", self._describe_eval(metrics, generated.batch))
+        self._add("eval", {"kl": _value(metrics, "kl", 0.0)} if "kl" in metrics else {})
         return torch.tensor(loss, device=self.args.device), None, None
-
-    def _describe_eval(self, metrics: Metrics, batch: Batch) -> dict[str, float]:
-        found = {name: float(metrics[name].value) for name in ("kl",) if name in metrics}
-        return found
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the eval_dataset, with the same random numbers every time."""
@@ -640,7 +646,10 @@ class _OnlineTrainer(transformers.Trainer):
     # Checkpoints.
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        given, self.processing_class = self.processing_class, self._rows.tokenizer  # which writes a processor's files whole
+        given, self.processing_class = (
+            self.processing_class,
+            self._rows.tokenizer,
+        )  # which writes a processor's files whole
         try:
             super()._save(output_dir, state_dict)
         finally:
@@ -677,7 +686,7 @@ class _OnlineTrainer(transformers.Trainer):
         )
 
 
-class GRPOTrainer(_OnlineTrainer):
+class GRPOTrainer(OnlineTrainer):
     """TRL's `GRPOTrainer`: the same arguments, fields and numbers. See docs/from-other-libraries.md."""
 
     kind, config_class = "GRPO", GRPOConfig
@@ -712,7 +721,7 @@ class GRPOTrainer(_OnlineTrainer):
         return counted & (entropies >= torch.quantile(entropies[counted].float(), threshold))
 
 
-class RLOOTrainer(_OnlineTrainer):
+class RLOOTrainer(OnlineTrainer):
     """TRL's `RLOOTrainer`: the same arguments, fields and numbers. See docs/from-other-libraries.md."""
 
     kind, config_class = "RLOO", RLOOConfig
@@ -721,7 +730,7 @@ class RLOOTrainer(_OnlineTrainer):
 class _FollowUpdates(TrainerCallback):
     """Tells the learner of optimizer steps, and the trainer where a resumed run goes on."""
 
-    def __init__(self, trainer: _OnlineTrainer) -> None:
+    def __init__(self, trainer: OnlineTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -750,7 +759,7 @@ class _FollowUpdates(TrainerCallback):
 class _MoveReference(TrainerCallback):
     """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
 
-    def __init__(self, trainer: _OnlineTrainer) -> None:
+    def __init__(self, trainer: OnlineTrainer) -> None:
         self.trainer = trainer
 
     @torch.no_grad()

@@ -33,10 +33,11 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.training.config.checkpoint import CheckpointConfig
 from policygrad.training.config.evaluation import EvaluationConfig
 from policygrad.training.config.run import Run
-from policygrad.trl.config import GRPOConfig, RLOOConfig, _OnlineConfig
+from policygrad.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from policygrad.trl.parts import (
     Average,
     CappedImportance,
+    CompletionMean,
     CompletionZScores,
     MicroBatchHighEntropy,
     MicroBatchMean,
@@ -60,7 +61,7 @@ _AVERAGES: dict[str, Average] = {
 }
 
 
-def translate_algorithm(args: _OnlineConfig) -> Algorithm:
+def translate_algorithm(args: OnlineConfig) -> Algorithm:
     """Return the algorithm of a configuration.
 
     Raises:
@@ -70,7 +71,7 @@ def translate_algorithm(args: _OnlineConfig) -> Algorithm:
 
 
 def with_micro_batches(
-    algorithm: Algorithm, args: _OnlineConfig, *, rows: int, count: int, num_tokens: float, entropy_coef: float = 0.0
+    algorithm: Algorithm, args: OnlineConfig, *, rows: int, count: int, num_tokens: float, entropy_coef: float = 0.0
 ) -> Algorithm:
     """Return the algorithm for one optimizer step, averaged as TRL does.
 
@@ -83,14 +84,16 @@ def with_micro_batches(
     average = _AVERAGES[getattr(args, "loss_type", "rloo")]
     budget = float(args.max_completion_length or 1) if average == "fixed_length" else num_tokens
     mean = MicroBatchMean(average, rows, count, budget)
-    corrections = tuple(
+    corrections: tuple[Correction, ...] = tuple(
         MicroBatchHighEntropy(part.fraction, rows=rows) if isinstance(part, HighEntropy) else part
         for part in algorithm.corrections
     )
+    selects = any(isinstance(part, HighEntropy) for part in corrections)
+    if isinstance(algorithm.ratio, Sequence) and args.loss_type != "cispo":  # type: ignore[attr-defined]
+        corrections = tuple(CompletionMean(part) for part in corrections)
     terms = list[Any]()
     for term in algorithm.terms:
         if isinstance(term, ExactEntropy):
-            selects = any(isinstance(part, HighEntropy) for part in corrections)
             kind = SelectedEntropy if selects else ExactEntropy
             term = kind(entropy_coef, MicroBatchMean("token_mean", rows, count))
         terms.append(term)
@@ -113,8 +116,9 @@ class Rhythm:
     """Completions per prompt."""
 
     @classmethod
-    def of(cls, args: _OnlineConfig) -> Rhythm:
-        assert args.steps_per_generation is not None and args.num_generations is not None
+    def of(cls, args: OnlineConfig) -> Rhythm:
+        assert args.steps_per_generation is not None
+        assert args.num_generations is not None
         rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         return cls(rows, args.steps_per_generation, args.num_iterations, accumulation, args.num_generations)
 
@@ -138,12 +142,14 @@ class Rhythm:
         """The updates of a generation, as the equation's part."""
         if self.is_on_policy:
             return GradientSteps()
-        epochs = max(1, self.iterations if self.per_generation >= self.accumulation else self.micro_batches // self.accumulation)
+        epochs = max(
+            1, self.iterations if self.per_generation >= self.accumulation else self.micro_batches // self.accumulation
+        )
         minibatches = max(1, round(self.micro_batches / self.accumulation / epochs))
         return GradientSteps(epochs, minibatches) if epochs * minibatches > 1 else GradientSteps(2)
 
 
-def translate_run(args: _OnlineConfig, algorithm: Algorithm, model: Any, tokenizer: Any, device: str) -> Run:
+def translate_run(args: OnlineConfig, algorithm: Algorithm, model: Any, tokenizer: Any, device: str) -> Run:
     """Return the run of a configuration. Its steps are generations, each with all of its updates."""
     rhythm, seed = Rhythm.of(args), args.seed
     is_half = bool(args.bf16) and device != "cpu"
@@ -252,7 +258,6 @@ def _translate_gate(args: GRPOConfig) -> Gate:
         raise ValueError(f"delta={args.delta} bounds the ratio below 1, which it is at first: use at least 1 + epsilon")
     # below 1 + epsilon_high it is the bound of the other sign of the advantage
     return Clip(args.epsilon, min(high, args.delta - 1), max(args.delta, 1 + high))
-
 
 
 def _choose_aggregation(args: GRPOConfig) -> Aggregation:
