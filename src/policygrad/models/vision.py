@@ -242,7 +242,16 @@ def _load_without_videos(path: str, trust: bool) -> Any:
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return list(kind.get_attributes())
+            return [name for name in kind.get_attributes() if not (cls._is_saving and name in absent)]
+
+        _is_saving = False
+
+        def save_pretrained(self, *args: Any, **options: Any) -> Any:
+            ImagesOnly._is_saving = True  # what is absent has nothing to write
+            try:
+                return super().save_pretrained(*args, **options)
+            finally:
+                ImagesOnly._is_saving = False
 
     ImagesOnly.__name__ = kind.__name__  # which `save_pretrained` writes down
     load = partial(_from_pretrained, path, trust)

@@ -9,7 +9,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-_SET_BY_CHECKS = frozenset({"bf16", "steps_per_generation", "generation_batch_size", "activation_checkpointing"})
+_SET_BY_CHECKS = frozenset(
+    {"bf16", "steps_per_generation", "generation_batch_size", "activation_checkpointing", "dataloader_pin_memory"}
+)
 """Fields that a configuration's own checks fill."""
 _MODES_WITHOUT_MINIMUM = ("token_truncate", "sequence_truncate")
 

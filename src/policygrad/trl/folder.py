@@ -111,7 +111,7 @@ def _as_text(completion: Any) -> str:
         return completion
     contents = [message.get("content") or "" for message in completion]
     texts = [
-        content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
+        content if isinstance(content, str) else "".join(part.get("text") or "[image]" for part in content)
         for content in contents
     ]
     return "\n".join(texts)

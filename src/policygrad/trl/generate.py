@@ -56,8 +56,6 @@ class GenerateSampler:
             "pad_token_id": self.pad,
             "eos_token_id": self.end_ids,
             "temperature": first.sampling.temperature,
-            "top_p": first.sampling.top_p,
-            "top_k": first.sampling.top_k,
             **self.options,
         }
         config = GenerationConfig(**options, disable_compile=True)  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from policygrad.samplers.base import Sampler, SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.trl.data import Row, add_images, is_conversation
 from policygrad.trl.environments import Environments
+from policygrad.trl.generate import GenerateSampler
 from policygrad.utils.pictures import to_parts
 
 
@@ -84,8 +85,10 @@ class RowSampler:
             EpisodeSpec(self._example(prompts[i]), (*key, i // per_spec), self.sampling.max_tokens)
             for i in range(0, len(rows), per_spec)
         ]
+        # `generate` is told of top-k and top-p by itself, and reports no masks
+        sampling = replace(self.sampling, top_p=1.0, top_k=0) if isinstance(sampler, GenerateSampler) else self.sampling
         groups = self.run_async(
-            run_episodes(specs, per_spec, self.sampling, sampler=sampler, encoder=self.tokenizer, environment=begin)
+            run_episodes(specs, per_spec, sampling, sampler=sampler, encoder=self.tokenizer, environment=begin)
         )
         sampled = self._collect(rows, prompts, groups)
         if uses_tools:
@@ -123,9 +126,7 @@ class RowSampler:
         texts: list[Any] = hf.batch_decode(ids, skip_special_tokens=True)
         if is_conversation(prompts[0]):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        scored = [
-            replace(group, trajectories=tuple(replace(t, reward=0.0) for t in group.trajectories)) for group in groups
-        ]
+        scored = [replace(group, trajectories=tuple(map(_prepare, group.trajectories))) for group in groups]
         lengths = [len(group.prompt_ids) for group, _ in episodes]
         return SampledRows(rows, prompts, texts, ids, lengths, batch_groups(scored))
 
@@ -151,6 +152,13 @@ class RowSampler:
         for i, row in enumerate(rows):
             row |= {name: values[i] if isinstance(values, list) else values for name, values in fields.items()}
         return self._collect(rows, [row["prompt"] for row in rows], groups)
+
+
+def _prepare(trajectory: Trajectory) -> Trajectory:
+    """Return an episode that counts as scored, and whose tokens are compared over the whole vocabulary, as TRL does also where
+    top-k and top-p left a part of it."""
+    segments = tuple(replace(segment, sampling_mask=None) for segment in trajectory.segments)
+    return replace(trajectory, segments=segments, reward=0.0)
 
 
 def _split_segments(ids: Sequence[int], logps: Sequence[float], mask: Sequence[int]) -> list[Segment]:

@@ -460,6 +460,7 @@ class OnlineTrainer(transformers.Trainer):
             return self._sampler
         args, tokenizer = self.args, self._rows.tokenizer
         options: dict[str, Any] = {"repetition_penalty": args.repetition_penalty, "min_p": args.min_p}
+        options |= {"top_p": args.top_p, "top_k": args.top_k}
         options |= {"cache_implementation": args.cache_implementation, "bos_token_id": tokenizer.hf.bos_token_id}
         return GenerateSampler(
             self.model, sorted(tokenizer.end_ids), pad_token_id(tokenizer), options | dict(args.generation_kwargs or {})
