@@ -628,7 +628,7 @@ def describe_gemma3(templates: Path) -> Vision:
     to_id = tokenizer.convert_tokens_to_ids
     config = transformers.Gemma3Config(
         text_config={**TEXT, "head_dim": 4, "vocab_size": len(tokenizer), **name_ends(tokenizer)},
-        vision_config={**TOWER, "image_size": 56, "patch_size": 14},
+        vision_config={**TOWER, "image_size": 56, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=4,
         boi_token_index=to_id("<start_of_image>"),
         eoi_token_index=to_id("<end_of_image>"),

@@ -24,11 +24,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# before transformers and datasets are imported: no hub is asked, and what they keep lies beside the fixtures
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", WANDB_MODE="disabled")
-os.environ.setdefault("HF_HOME", str(Path.cwd() / ".cache"))
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import pytest
 
 REAL, TABLE = "--trl-real", "--trl-table"
@@ -40,6 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("trl", "TRL's tests against policygrad.trl")
     group.addoption(REAL, action="store_true", help="test TRL itself: the fixtures' yardstick")
     group.addoption(TABLE, default="trl-tests", metavar="FILE", help="where the table goes, without .md and .json")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Keep transformers and `datasets`, which a conftest imports, from asking a hub; what they keep lies beside the fixtures."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", WANDB_MODE="disabled")
+    os.environ.setdefault("HF_HOME", str(Path.cwd() / ".cache"))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,6 +121,7 @@ class Function:
     name: str
     cases: dict[str, str] = field(default_factory=dict)  # by the parameters' text, which is empty without any
     reasons: dict[str, str] = field(default_factory=dict)
+    line: int = 0
     note: str = ""
     seconds: float = 0.0
 
@@ -137,7 +141,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, name, case = name_function(report.nodeid)
-        function = self.functions.setdefault((file, name), Function(file, name))
+        function = self.functions.setdefault((file, name), Function(file, name, line=report.location[1] or 0))
         function.note = find_reason(name, self.of_others)
         function.seconds = round(function.seconds + report.duration, 2)
         if report.when != "call" and report.outcome == "passed":
@@ -148,8 +152,15 @@ class Recorder:
         if report.skipped and find_reason(name, self.declared) and hasattr(report, "wasxfail"):
             function.cases[case] = "declared"
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that cannot be imported, none of whose tests is known."""
+        if report.failed:
+            file = name_function(report.nodeid)[0]
+            reason = f"fails: {str(report.longrepr).strip().splitlines()[-1].removeprefix('E').strip()[:300]}"
+            self.functions[file, "import"] = Function(file, "import", {"": "failed"}, {"": reason})
+
     def pytest_sessionfinish(self) -> None:
-        functions = sorted(self.functions.values(), key=lambda function: function.file)
+        functions = sorted(self.functions.values(), key=lambda function: (function.file, function.line))
         rows = [{**asdict(function), "outcome": function.outcome()} for function in functions]
         Path(f"{self.table}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         Path(f"{self.table}.md").write_text("\n".join(write_table(functions)) + "\n", encoding="utf-8")
