@@ -7,9 +7,9 @@ CONSTRAINTS ?= constraints.txt
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -103,6 +103,24 @@ $(OTHERS)/audit%/.installed: pyproject.toml constraints.txt
 test-audit: $(OTHERS)/audit-1.16.0/.installed $(OTHERS)/audit-1.9.0/.installed
 	for release in 1.16.0 1.9.0; do \
 		$(OTHERS)/audit-$$release/bin/python -m pytest tests/audit/test_audit_trl.py $(ARGS) || exit 1; done
+
+# TRL's own tests of GRPO and RLOO, unchanged, with our classes in TRL's place. Beside the suite's packages they want jmespath,
+# and dashscope for the vocabulary whose ids they write out. They run in the folder of the fixtures; a checkout stays as it is.
+TRL_FILES ?= test_grpo_trainer.py test_rloo_trainer.py
+TRL_NEEDS := jmespath==1.1.0 dashscope==2.0.2
+FIXTURES := $(OTHERS)/trl/fixtures
+
+$(OTHERS)/trl/.installed: Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHERS)/trl/packages $(TRL_NEEDS)
+	@touch $@
+
+test-trl: export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/$(OTHERS)/trl/packages
+test-trl: export OMP_NUM_THREADS := 1
+test-trl: $(STAMP) $(OTHERS)/trl/.installed
+	@test -d "$(TRL)/tests" || { echo "TRL must name a checkout of github.com/huggingface/trl: make test-trl TRL=../trl"; exit 2; }
+	$(BIN)/python tests/trl_suite/fixtures.py $(FIXTURES) --trl $(TRL)
+	cd $(FIXTURES) && PYTHONDONTWRITEBYTECODE=1 $(CURDIR)/$(BIN)/python -m pytest -p trl_suite.plugin -p no:cacheprovider -n auto --dist worksteal \
+		--timeout 1200 --trl-table trl-tests $(addprefix $(abspath $(TRL))/tests/,$(TRL_FILES)) $(ARGS)
 
 test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)
