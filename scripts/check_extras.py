@@ -201,6 +201,16 @@ def main(example):
     return float(len(json.load(urllib.request.urlopen(request))["choices"][0]["text"]) % 2)
 """
 
+TRL_SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig("run", num_generations=2, per_device_train_batch_size=2, max_completion_length=4, max_steps=1, report_to="none")
+from datasets import Dataset
+
+rows = Dataset.from_dict({"prompt": ["1+1=", "1+2="]})
+GRPOTrainer("tiny", lambda completions, **_: [float(len(text)) for text in completions], args, rows).train()
+"""
+
 CASES = (
     Case(
         "math",
@@ -228,6 +238,13 @@ CASES = (
         creates=("result.json",),
     ),
     Case("control", "`train --environment gymnasium:…`", (*TRAIN, "--environment", "gymnasium:FrozenLake-v1")),
+    Case(
+        "trl",
+        "`python -m policygrad.trl script.py`",
+        ("-m", "policygrad.trl", "script.py"),
+        files={"script.py": TRL_SCRIPT},
+        creates=("run/checkpoint-1/model.safetensors",),
+    ),
     Case(
         "mcp",
         "`train --environment tools.py:TOOLS`, the tools of an MCP server",

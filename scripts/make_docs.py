@@ -48,6 +48,7 @@ from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block, devices_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
+from pages.trl import trl_fields_block, trl_numbers_block, trl_tests_block
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.help import HELP_FILE
 from policygrad.commands.show import SHOWN_FILE
@@ -88,6 +89,7 @@ def generate_files() -> dict[Path, str]:
             verl=options_block("verl"),
             openrlhf=options_block("OpenRLHF"),
             supervised=supervised_options_block(),
+            **{"trl-fields": trl_fields_block(), "trl-tests": trl_tests_block(), "trl-numbers": trl_numbers_block()},
         ),
         DOCS / "primer.md": fill_blocks(
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}

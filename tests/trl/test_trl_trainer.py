@@ -106,7 +106,7 @@ def test_settings_that_cannot_be_are_refused_with_a_reason(
 
 def test_private_attributes_say_what_there_is_in_public(tmp_path: Path, tiny: str) -> None:
     trainer = make_trainer(tmp_path, tiny)
-    with pytest.raises(AttributeError, match=r"no '_metrics'.*state\.log_history"):
+    with pytest.raises(AttributeError, match=r"no attribute '_metrics'.*state\.log_history"):
         trainer._metrics  # noqa: B018
     with pytest.raises(NotImplementedError, match="hf upload"):
         trainer.push_to_hub()

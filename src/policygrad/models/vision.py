@@ -145,7 +145,8 @@ class PictureProcessor:
                 continue
             self._marks = [mark]
             tensors = {name: x for name, x in out.items() if name not in _NOT_MEDIA and isinstance(x, Tensor)}
-            if tensors["pixel_values"].ndim == 5:  # Idefics3's kind: texts are a dimension before pictures
+            # Idefics3's kind: texts are a dimension before pictures. LLaVA-NeXT's, with the pictures' sizes, has tiles after them.
+            if tensors["pixel_values"].ndim == 5 and "image_sizes" not in tensors:
                 tensors = {name: x[0] for name, x in tensors.items()}
             digest = sha256()
             for name, x in sorted(tensors.items()):

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from policygrad.errors import PolicygradError
+
 _ALIASES = {
     "trl": "policygrad.trl",
     "trl.rewards": "policygrad.trl.rewards",
@@ -66,7 +68,11 @@ def main() -> None:
     install_aliases()
     sys.argv = arguments
     sys.path.insert(0, str(script.resolve().parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except PolicygradError as error:  # it names what is wrong and the remedy
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.code) from None
 
 
 if __name__ == "__main__":

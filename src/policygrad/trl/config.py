@@ -8,6 +8,7 @@ What each field does here is in `fields.toml`.
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from policygrad.errors import import_optional
@@ -25,15 +26,17 @@ class _BaseConfig(TrainingArguments):
     logging_steps: float = _option(10, "Log every this many optimizer steps; below 1, a fraction of all.")
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass.")
     bf16: bool | None = _option(  # type: ignore[assignment]
-        None, "Compute in bfloat16 on a GPU. None: yes, unless fp16 is set."
+        None, "Compute in bfloat16. None: on a GPU, unless fp16 is set."
     )
     lr_scheduler_kwargs: dict[str, Any] | str | None = _option(None, "Further arguments of the schedule.")
     use_liger_kernel: bool = _option(False, "Without effect: the passes here have kernels of their own.")
     torch_empty_cache_steps: int | None = _option(None, "Without effect.")
 
     def __post_init__(self) -> None:
-        import_optional("accelerate", f"{type(self).__name__}, which extends transformers' TrainingArguments,", "trl")
-        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        what = f"{type(self).__name__}, which extends transformers' TrainingArguments,"
+        import_optional("accelerate", what, "trl")
+        if self.bf16 is None:  # without a GPU transformers would refuse it
+            self.bf16 = not self.fp16 and not self.use_cpu and torch.cuda.is_available()
         super().__post_init__()  # type: ignore[no-untyped-call]
 
 

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
+from policygrad.models.loading import resolve_model
 from policygrad.models.traits import adapter_configs
 from policygrad.models.vision import load_processor as load_picture_processor
 from policygrad.trl.config import OnlineConfig
@@ -25,6 +26,7 @@ def load_model(model: Any, args: OnlineConfig, quantization_config: Any, peft_co
     """
     options = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if isinstance(model, str):
+        model = resolve_model(model)
         if quantization_config is not None:
             if "quantization_config" in options:
                 raise ValueError(

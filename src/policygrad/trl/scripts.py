@@ -34,7 +34,6 @@ class ModelConfig:
     model_name_or_path: str | None = _option(None, "Folder or hub id of the model.")
     model_revision: str = _option("main", "Branch, tag or commit on the hub.")
     dtype: str | None = _option("float32", "auto, bfloat16, float16 or float32.")
-    trust_remote_code: bool = _option(False, "Run Python code from the model's folder or repository.")
     attn_implementation: str | None = _option(None, "Attention of transformers.")
     use_peft: bool = _option(False, "Train adapters.")
     lora_r: int = _option(16, "Rank of the adapters.")

@@ -284,7 +284,7 @@ class OnlineTrainer(transformers.Trainer):
     def __getattr__(self, name: str) -> Any:
         if name in _PUBLIC:
             raise AttributeError(
-                f"{type(self).__name__} of policygrad has no {name!r}, which is private in TRL: there is {_PUBLIC[name]}"
+                f"{type(self).__name__!r} object has no attribute {name!r}, which is private in TRL: instead, use {_PUBLIC[name]}"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
