@@ -1,4 +1,4 @@
-"""Answers to options of TRL, verl and OpenRLHF, and to names that people try from habit: the option here that does the same, from
+"""Answers to options of TRL, verl, OpenRLHF and prime-rl, and to names that people try from habit: the option here that does the same, from
 foreign_options.toml."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from policygrad.errors import ConfigError
 
-LIBRARIES = ("TRL", "verl", "OpenRLHF")
+LIBRARIES = ("TRL", "verl", "OpenRLHF", "prime-rl")
 _VERL = re.compile(
     r"\+{0,2}((?:actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward_model|trainer)\.[\w.]+)=(.*)"
 )

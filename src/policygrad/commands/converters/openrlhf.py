@@ -1,4 +1,4 @@
-"""OpenRLHF: the arguments of `python3 -m openrlhf.cli.train_ppo_ray`, under their present names and those before 0.10.
+"""OpenRLHF: the arguments of `python3 -m openrlhf.cli.train_ppo_ray`, under their present names and those before 0.10.2.
 
 Defaults are those of OpenRLHF at 3c3be62 (openrlhf/cli/train_ppo_ray.py).
 """
@@ -67,7 +67,7 @@ ESTIMATORS = {  # --algo.advantage.estimator -> the algorithm here
     "dr_grpo": "dr_grpo",
 }
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
-RENAMED = {  # before 0.10 -> now
+RENAMED = {  # before 0.10.2 -> now
     "advantage_estimator": "algo.advantage.estimator",
     "gamma": "algo.advantage.gamma",
     "lambd": "algo.advantage.lambd",
