@@ -1,7 +1,8 @@
 """Each row of docs/from-other-libraries.md that names a formula, against that library's formula written out token by token.
 
-The formulas are those of TRL 1.16.0, of verl at b178a3c, of OpenRLHF at 3c3be62 and of prime-rl at 559b447, read from their sources; TRL's PPO, which
-1.16.0 no longer has, is taken as verl's source quotes it. What a row's note says to differ is checked to differ so.
+The formulas are those of TRL 1.16.0, of verl at b178a3c, of OpenRLHF at 3c3be62 and of prime-rl at 559b447, read from their
+sources; TRL's PPO, which 1.16.0 no longer has, is taken as verl's source quotes it. What a row's note says to differ is checked to
+differ so.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Answers to options of TRL, verl, OpenRLHF and prime-rl, and to names that people try from habit: the option here that does the same, from
-foreign_options.toml."""
+"""Answers to options of TRL, verl, OpenRLHF and prime-rl, and to names that people try from habit: the option here that does the
+same, from foreign_options.toml."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ answered by a rule: a generator that reads the options and yields lines, what is
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,9 +105,23 @@ class Options:
     def count(self, name: str) -> int:
         """Return a value that has to be a whole number. Raises ConfigError, or UnsetVariable."""
         value = self.number(name)
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise self._explain(name, "a whole number")
         return int(value)
+
+    def positive(self, name: str) -> int:
+        """Return a whole number of at least 1. Raises ConfigError, or UnsetVariable."""
+        value = self.count(name)
+        if value < 1:
+            raise self._explain(name, "at least 1")
+        return value
+
+    def pair(self, name: str) -> tuple[float, float]:
+        """Return two numbers. Raises ConfigError, or UnsetVariable."""
+        values = as_list(self.get(name))
+        if len(values) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
+            raise self._explain(name, "two numbers")
+        return float(values[0]), float(values[1])
 
     def flag(self, name: str) -> bool:
         """Return a value that is true or false. Raises ConfigError, or UnsetVariable."""
@@ -346,9 +361,9 @@ def read_flags(words: Sequence[tuple[str, int]]) -> list[Setting]:
     return settings
 
 
-def list_lora(rank: int, alpha: Any = None, targets: Any = None, bits: int | None = None) -> str:
+def list_lora(rank: int, alpha: int | None = None, targets: Any = None, bits: int | None = None) -> str:
     """Return the text of `learner.lora`."""
-    parts = [f"rank={rank}", f"alpha={int(alpha)}" if alpha else "", f"bits={bits}" if bits else ""]
+    parts = [f"rank={rank}", f"alpha={alpha}" if alpha else "", f"bits={bits}" if bits else ""]
     names = "+".join(str(name).strip("'\", ") for name in as_list(targets))
     return ",".join(part for part in (*parts, f"targets={names}" if names else "") if part)
 

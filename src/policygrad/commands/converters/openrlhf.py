@@ -15,7 +15,6 @@ from policygrad.commands.converters.base import (
     Options,
     Outcome,
     Rule,
-    as_list,
     list_lora,
     name_data,
     ratio_up,
@@ -208,7 +207,7 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
     yield Line("algorithm.gate", "Clip", (loss,))
     both = "actor.eps_clip_low_high"
     if options.get(both) is not None:
-        low, high = (float(x) for x in as_list(options.get(both)))
+        low, high = options.pair(both)
         yield Line("algorithm.gate.low", low, (both,))
         yield Line("algorithm.gate.high", high, (both,))
     else:
@@ -302,7 +301,7 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.filters", [], ())
     kind = options.text(f"{own}_type")
     if options.flag(f"{own}_enable") and kind in ("tis", "icepop"):
-        low, high = (float(x) for x in as_list(options.get(f"{own}_threshold")))
+        low, high = options.pair(f"{own}_threshold")
         part = "TruncatedIS" if kind == "tis" else "MaskedIS"
         yield Line(f"algorithm.corrections.{part}", None, (f"{own}_enable", f"{own}_type"))
         if kind == "tis":
@@ -321,8 +320,8 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
 
 def answer_batches(options: Options) -> Iterator[Outcome]:
     """Prompts, completions, minibatches, steps and the schedule."""
-    prompts, samples = options.count("rollout.batch_size"), options.count("rollout.n_samples_per_prompt")
-    minibatches, rounded = ratio_up(prompts * samples, max(1, options.count("train.batch_size")))
+    prompts, samples = options.positive("rollout.batch_size"), options.positive("rollout.n_samples_per_prompt")
+    minibatches, rounded = ratio_up(prompts * samples, options.positive("train.batch_size"))
     epochs = options.count("train.max_epochs")
     yield Line("prompts_per_step", prompts, ("rollout.batch_size",))
     yield Line("samples_per_prompt", samples, ("rollout.n_samples_per_prompt",))
@@ -366,7 +365,7 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
         if "actor.muon.lr" in options:
             yield Line("lr", float(options.number("actor.muon.lr")), ("actor.muon.lr",))
     yield Line("lr", float(options.number("actor.adam.lr")), ("actor.adam.lr",))
-    yield Line("optimizer.betas", [float(x) for x in as_list(options.get("actor.adam.betas"))], ("actor.adam.betas",))
+    yield Line("optimizer.betas", [*options.pair("actor.adam.betas")], ("actor.adam.betas",))
     yield Line("optimizer.weight_decay", float(options.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
     yield Line("optimizer.clip", float(options.number("actor.max_norm")), ("actor.max_norm",))
 
@@ -451,7 +450,7 @@ def _answer_reward(options: Options) -> Iterator[Outcome]:
 def _find_length(options: Options) -> tuple[str, int]:
     """Return the option that bounds a completion, and its tokens."""
     name = "rollout.max_new_tokens" if options.get("rollout.max_new_tokens") is not None else "data.max_len"
-    return name, options.count(name)
+    return name, options.positive(name)
 
 
 def answer_machines(options: Options) -> Iterator[Outcome]:
@@ -496,7 +495,7 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
         targets = options.get("ds.lora.target_modules")
         text = list_lora(
             options.count("ds.lora.rank"),
-            options.get("ds.lora.alpha"),
+            options.count("ds.lora.alpha") if "ds.lora.alpha" in options else None,
             targets,
             4 if options.flag("ds.load_in_4bit") else None,
         )

@@ -56,6 +56,7 @@ DEFAULTS = {
     "orchestrator.eval.group_size": 1,
     "deployment.num_train_gpus": 1,
     "deployment.num_infer_gpus": 1,
+    "inference.vllm.tensor_parallel_size": 1,
     "deployment.gpus_per_node": 8,
 }
 ALGORITHMS = {  # orchestrator.algo.type -> the algorithm here whose loss and data it has
@@ -136,7 +137,7 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
     yield from _answer_loss(options)
     if kind == "echo":
         roles = [key for key in options.given if key.startswith(f"{ALGO}.roles.")]
-        alpha = float(options.get(roles[0])) if roles else 0.1
+        alpha = float(options.number(roles[0])) if roles else 0.1
         yield Line("algorithm.terms.ObservationNLL", None, (name,))
         yield Line(
             "algorithm.terms.ObservationNLL.coefficient",
@@ -221,7 +222,7 @@ def _answer_loss(options: Options) -> Iterator[Outcome]:
 def answer_batches(options: Options) -> Iterator[Outcome]:
     """Completions become prompts."""
     size, group = "orchestrator.batch_size", "orchestrator.group_size"
-    samples = options.count(group)
+    samples = options.positive(group)
     prompts, rounded = ratio_up(options.count(size), samples)
     if "orchestrator.token_batch_size" in options:
         yield Need("prompts_per_step: a step is counted in prompts, not tokens", ("orchestrator.token_batch_size",))
@@ -264,11 +265,11 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
             f"{OPTIM}.type", f"{kind} has no equivalent: adamw stands for it, and needs a learning rate of its own"
         )
     if kind != "sgd":
-        second = options.get(f"{OPTIM}.betas2") if f"{OPTIM}.betas2" in options or kind != "muon" else 0.95
+        second = 0.95 if kind == "muon" and f"{OPTIM}.betas2" not in options else options.number(f"{OPTIM}.betas2")
         betas = [float(options.number(f"{OPTIM}.betas1")), float(second)]
         yield Line("optimizer.betas", betas, (f"{OPTIM}.betas1", f"{OPTIM}.betas2"))
     yield Line("optimizer.weight_decay", float(options.number(f"{OPTIM}.weight_decay")), (f"{OPTIM}.weight_decay",))
-    yield Line("optimizer.clip", float(options.get(f"{OPTIM}.max_norm") or 0.0), (f"{OPTIM}.max_norm",))
+    yield Line("optimizer.clip", float(options.number(f"{OPTIM}.max_norm")), (f"{OPTIM}.max_norm",))
     schedule = "trainer.scheduler.type"
     yield Line(
         "optimizer.schedule",
@@ -365,8 +366,7 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
             yield Need("sampler.urls: the addresses of the servers on other machines", ("deployment.num_infer_nodes",))
     else:
         yield Line("learner.world_size", options.count(train), (train,))
-        parallel = options.get("inference.vllm.tensor_parallel_size") or 1
-        servers = max(1, options.count(infer) // max(1, int(parallel)))
+        servers = max(1, options.count(infer) // options.positive("inference.vllm.tensor_parallel_size"))
         yield Line("sampler.servers", servers, (infer,))
     if f"{LORA}.rank" in options or any(name.startswith(LORA) for name in options.given):
         given = [
@@ -374,9 +374,8 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
             for name in options.given
             if name.startswith(f"{LORA}.") and name.rpartition(".")[2] in ("rank", "alpha", "target_modules")
         ]
-        text = list_lora(
-            options.count(f"{LORA}.rank"), options.get(f"{LORA}.alpha"), options.get(f"{LORA}.target_modules")
-        )
+        alpha = options.count(f"{LORA}.alpha") if f"{LORA}.alpha" in options else None
+        text = list_lora(options.positive(f"{LORA}.rank"), alpha, options.get(f"{LORA}.target_modules"))
         yield Line("learner.lora", text, tuple(given))
     if any(name.startswith("trainer.model.ac") and "offload" not in name for name in options.given):
         names = tuple(
@@ -448,4 +447,4 @@ PRIME_RL = Library(
 def is_prime_rl(names: Sequence[str]) -> bool:
     """Return whether a TOML file's tables are those of prime-rl."""
     known = {"orchestrator", "trainer", "inference", "optim", "renderer", "monitors", "weight_broadcast", "deployment"}
-    return bool(known & {*names})
+    return bool(known & {*names}) or {"batch_size", "group_size"} <= {*names}

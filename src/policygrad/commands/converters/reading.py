@@ -93,8 +93,11 @@ def _find_sources(command: Sequence[Word], origin: str) -> Iterator[Source]:
     for i, (word, line) in enumerate(command):
         where, rest = (f"{origin}, line {line}" if line else origin), command[i + 1 :]
         if re.search(r"\s", word) and re.search(r"main_\w+|openrlhf|\.py\b", word):
-            for inner in read_commands(word):
-                yield from _find_sources([Word(text, line + number - 1) for text, number in inner], origin)
+            inner = [[Word(text, line + number - 1) for text, number in words] for words in read_commands(word)]
+            found_inside = [source for words in inner for source in _find_sources(words, origin)]
+            if not found_inside:
+                continue
+            yield from found_inside
         elif _VERL.search(word) and any(
             re.match(r"[+~]{0,2}(actor_rollout_ref|algorithm|data)\.", text) for text, _ in rest
         ):
@@ -259,9 +262,8 @@ def _number_lines(settings: list[Setting], text: str) -> list[Setting]:
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"\s*\"?([\w-]+)\"?\s*[:=]", line):
             places.setdefault(found[1], []).append(number)
+    lines = [places.get(setting.name.rpartition(".")[2], []) for setting in settings]
     return [
-        setting._replace(line=found[0])
-        if len(found := places.get(setting.name.rpartition(".")[2], [])) == 1
-        else setting
-        for setting in settings
+        setting._replace(line=own[0]) if len(own) == 1 else setting
+        for setting, own in zip(settings, lines, strict=True)
     ]

@@ -217,8 +217,10 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
 
 
 def _answer_grpo(options: Options) -> Iterator[Outcome]:
-    loss, scale = options.text("loss_type"), options.get("scale_rewards")
-    scale = {True: "group", False: "none", "True": "group", "False": "none", None: "none"}.get(scale, scale)
+    loss, scale = options.text("loss_type"), options.text("scale_rewards").lower()
+    scale = {"true": "group", "false": "none", "": "none"}.get(scale, scale)
+    if scale not in ("group", "batch", "none"):
+        raise ConfigError(f"scale_rewards={scale} is none of group, batch and none: correct it there")
     source = ("scale_rewards",)
     yield Line("algorithm.advantage.GroupMean", None, source)
     if scale == "group":
@@ -309,7 +311,7 @@ def _answer_corrections(options: Options) -> Iterator[Outcome]:
             least = "vllm_importance_sampling_clip_min"
             yield Line(
                 "algorithm.corrections.MaskedIS.low",
-                float(options.get(least) or 0.0),
+                float(options.number(least)) if options.get(least) is not None else 0.0,
                 (least,) if least in options else (correction,),
             )
         yield Line(f"algorithm.corrections.{part}.level", level, (mode,))
@@ -388,12 +390,12 @@ def _count_minibatches(options: Options) -> int:
     """Return optimizer steps per rollout and pass over it."""
     if options.text(TRAINER) == "ppo":
         return options.count("num_mini_batches")
-    accumulated = options.count("gradient_accumulation_steps")
+    accumulated = options.positive("gradient_accumulation_steps")
     steps = "steps_per_generation"
     if options.get(steps) is not None:
         return max(1, options.count(steps) // accumulated)
     if options.get("generation_batch_size") is not None:
-        batch = options.count("per_device_train_batch_size") * options.count(PROCESSES) * accumulated
+        batch = options.positive("per_device_train_batch_size") * options.positive(PROCESSES) * accumulated
         return max(1, options.count("generation_batch_size") // batch)
     return 1
 
@@ -406,13 +408,15 @@ def _count_updates(options: Options) -> int:
 def answer_batches(options: Options) -> Iterator[Outcome]:
     """Completions per device and pass become prompts per rollout."""
     device, accumulated = "per_device_train_batch_size", "gradient_accumulation_steps"
-    samples, minibatches = options.count(options.first("rloo_k", "num_generations")), _count_minibatches(options)
+    samples, minibatches = options.positive(options.first("rloo_k", "num_generations")), _count_minibatches(options)
     whole, steps = "generation_batch_size", "steps_per_generation"
     if options.get(whole) is not None:
-        completions, sources = options.count(whole), [whole]
+        completions, sources = options.positive(whole), [whole]
     else:
-        passes = options.count(steps) if options.get(steps) is not None else options.count(accumulated) * minibatches
-        completions = options.count(device) * passes * options.count(PROCESSES)
+        passes = (
+            options.positive(steps) if options.get(steps) is not None else options.positive(accumulated) * minibatches
+        )
+        completions = options.positive(device) * passes * options.positive(PROCESSES)
         sources = [
             device,
             steps if options.get(steps) is not None else accumulated,
@@ -431,7 +435,7 @@ def answer_batches(options: Options) -> Iterator[Outcome]:
         named = [name for name in (steps, accumulated, "num_mini_batches") if name in options] or [accumulated]
         note = "" if minibatches <= prompts else f"{minibatches} of them, more than prompts: whole groups stay together"
         yield Line("algorithm.update_rule.minibatches", min(minibatches, prompts), tuple(named), note)
-        yield Line("algorithm.update_rule.epochs", options.count(epochs), (epochs,))
+        yield Line("algorithm.update_rule.epochs", options.positive(epochs), (epochs,))
     for name in (device, accumulated):
         if name in options and name not in sources:
             yield Left(name, "memory only: learner.micro-tokens bounds the tokens of a pass")
@@ -443,12 +447,12 @@ def _answer_length(options: Options, prompts: int, samples: int) -> Iterator[Out
     passes, episodes = "num_train_epochs", "total_episodes"
     length = None
     if options.count("max_steps") > 0:
-        length, rounded = ratio_up(options.count("max_steps"), updates)
+        length, rounded = ratio_up(options.positive("max_steps"), updates)
         yield Line(
             "steps", length, ("max_steps",), f"optimizer steps / {updates} a rollout" if updates > 1 else rounded
         )
     elif options.get(episodes) is not None:
-        length, rounded = ratio_up(options.count(episodes), prompts * samples)
+        length, rounded = ratio_up(options.positive(episodes), prompts * samples)
         yield Line("steps", length, (episodes,), f"episodes / {prompts * samples} a rollout")
     elif options.rows is not None:
         length = max(1, round(options.rows / prompts * options.number(passes)))
@@ -527,7 +531,7 @@ def answer_model(options: Options) -> Iterator[Outcome]:
         bits = 4 if options.flag("load_in_4bit") else None
         yield Line(
             "learner.lora",
-            list_lora(options.count("lora_r"), options.number("lora_alpha"), targets, bits),
+            list_lora(options.count("lora_r"), options.count("lora_alpha"), targets, bits),
             ("use_peft", *names),
         )
 

@@ -345,12 +345,16 @@ def answer_shaping(options: Options) -> Iterator[Outcome]:
     buffer = OVERLONG if f"{OVERLONG}.enable" in options else "reward_model.overlong_buffer"
     if options.flag(f"{buffer}.enable"):
         shaping = True
-        length = options.number(f"{buffer}.len") / options.number("data.max_response_length")
+        length = options.number(f"{buffer}.len") / options.positive("data.max_response_length")
         yield Line("algorithm.shaping.SoftOverlong", None, (f"{buffer}.enable",))
         note = f"a fraction of {options.count('data.max_response_length')} tokens"
         yield Line("algorithm.shaping.SoftOverlong.cache", float(f"{min(length, 1.0):.6g}"), (f"{buffer}.len",), note)
         factor = f"{buffer}.penalty_factor"
-        yield Line("algorithm.shaping.SoftOverlong.scale", float(options.get(factor) or 1.0), (factor,))
+        yield Line(
+            "algorithm.shaping.SoftOverlong.scale",
+            float(options.number(factor)) if options.get(factor) is not None else 1.0,
+            (factor,),
+        )
     if not shaping:
         yield Line("algorithm.shaping", [], (use,))
 
@@ -410,9 +414,9 @@ def answer_corrections(options: Options) -> Iterator[Outcome]:
 
 def answer_batches(options: Options) -> Iterator[Outcome]:
     """Prompts, completions, minibatches, steps and the schedule, which is counted in optimizer steps."""
-    prompts, mini = options.count("data.train_batch_size"), options.count(f"{ACTOR}.ppo_mini_batch_size")
-    minibatches, rounded = ratio_up(prompts, max(1, mini))
-    epochs, samples = options.count(f"{ACTOR}.ppo_epochs"), options.count(f"{ROLLOUT}.n")
+    prompts, mini = options.positive("data.train_batch_size"), options.positive(f"{ACTOR}.ppo_mini_batch_size")
+    minibatches, rounded = ratio_up(prompts, mini)
+    epochs, samples = options.positive(f"{ACTOR}.ppo_epochs"), options.positive(f"{ROLLOUT}.n")
     yield Line("prompts_per_step", prompts, ("data.train_batch_size",))
     yield Line("samples_per_prompt", samples, (f"{ROLLOUT}.n",))
     sources = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
@@ -468,7 +472,7 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
     yield Line("lr", float(options.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
     yield Line("optimizer.clip", float(options.number(clip)), (clip,))
     yield Line("optimizer.weight_decay", float(options.number(f"{OPTIM}.weight_decay")), (f"{OPTIM}.weight_decay",))
-    yield Line("optimizer.betas", [float(x) for x in as_list(options.get(f"{OPTIM}.betas"))], (f"{OPTIM}.betas",))
+    yield Line("optimizer.betas", [*options.pair(f"{OPTIM}.betas")], (f"{OPTIM}.betas",))
 
 
 def answer_critic(options: Options) -> Iterator[Outcome]:
