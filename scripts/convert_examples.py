@@ -2,8 +2,9 @@
 
     python scripts/convert_examples.py verl=FOLDER OpenRLHF=FOLDER prime-rl=FOLDER TRL=FOLDER
 
-FOLDER is a git repository of the library, with or without files (a bare one is enough); what its HEAD holds is read. The results go
-to docs/results/conversions.json, and from there into docs/from-other-libraries.md (scripts/make_docs.py). --show prints each file.
+FOLDER is a git repository of the library, with or without files (a bare one is enough); what its HEAD holds is read, or with
+FOLDER@COMMIT another commit. The results go to docs/results/conversions.json, and from there into docs/from-other-libraries.md
+(scripts/make_docs.py). --show prints each file, --try writes no results.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("libraries", nargs="+", metavar="LIBRARY=FOLDER")
     parser.add_argument("--show", action="store_true", help="print each file with what became of it")
+    parser.add_argument("--try", action="store_true", dest="is_trial", help="only print the counts")
     parser.add_argument("--results", type=Path, default=RESULTS / "conversions.json")
     given = parser.parse_args(arguments)
     rows = {}
     for argument in given.libraries:
-        name, _, folder = argument.partition("=")
+        name, _, place = argument.partition("=")
+        folder, _, commit = place.partition("@")
         if name not in EXAMPLES:
             parser.error(f"{name!r} is none of {', '.join(EXAMPLES)}")
-        with tempfile.TemporaryDirectory() as place:
-            rows[name] = {
-                **describe_commit(Path(folder)),
-                **measure(name, extract(Path(folder), Path(place)), given.show),
-            }
-        print(name, rows[name])
+        with tempfile.TemporaryDirectory() as files:
+            source = extract(Path(folder), commit or "HEAD", Path(files))
+            rows[name] = {**describe_commit(Path(folder), commit or "HEAD"), **measure(name, source, given.show)}
+        print(name, {key: value for key, value in rows[name].items() if key != "failed"})
+    if given.is_trial:
+        return
     old = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     libraries = {**old.get("libraries", {}), **rows}
@@ -66,15 +69,15 @@ def main(arguments: list[str] | None = None) -> None:
     given.results.write_text(text + "\n", encoding="utf-8")
 
 
-def describe_commit(folder: Path) -> dict[str, str]:
+def describe_commit(folder: Path, name: str) -> dict[str, str]:
     """Return the commit that is read, and its day."""
-    commit, day = _git(folder, "log", "-1", "--format=%h %cs").decode().split()
+    commit, day = _git(folder, "log", "-1", "--format=%h %cs", name).decode().split()
     return {"commit": commit[:7], "day": day}
 
 
-def extract(folder: Path, place: Path) -> Path:
-    """Write the files of a repository's HEAD into a folder."""
-    with tarfile.open(fileobj=BytesIO(_git(folder, "archive", "HEAD"))) as archive:
+def extract(folder: Path, commit: str, place: Path) -> Path:
+    """Write the files of a commit into a folder."""
+    with tarfile.open(fileobj=BytesIO(_git(folder, "archive", commit))) as archive:
         archive.extractall(place, filter="data")
     return place
 

@@ -21,6 +21,7 @@ from pages.blocks import (
     accuracy_block,
     architectures_block,
     benchmarks_block,
+    conversions_block,
     describe_json,
     engines_block,
     extras_block,
@@ -87,6 +88,8 @@ def generate_files() -> dict[Path, str]:
             trl=options_block("TRL"),
             verl=options_block("verl"),
             openrlhf=options_block("OpenRLHF"),
+            conversions=conversions_block(),
+            **{"prime-rl": options_block("prime-rl")},
             supervised=supervised_options_block(),
         ),
         DOCS / "primer.md": fill_blocks(

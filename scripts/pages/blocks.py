@@ -95,6 +95,33 @@ def options_block(library: str) -> str:
     return f"{table((library, 'policygrad', 'what differs'), _join_names(present))}\n\n{absent_table}"
 
 
+def conversions_block() -> str:
+    """Write the table of the examples that were converted, and which were not."""
+    results = load("conversions") or {"date": "", "libraries": {}}
+    head = (
+        "library",
+        "commit",
+        "example files",
+        "converted",
+        "options",
+        "translated",
+        "left out, with a reason",
+        "unknown",
+    )
+    rows, failures = [], []
+    for name, row in results["libraries"].items():
+        counts = [f"{row[key]:,}" for key in ("files", "converted", "options", "translated", "left_out", "unknown")]
+        rows.append((name, f"{row['commit']}, {row['day']}", *counts))
+        failures += [f"- {name}, `{item['file']}`: {item['error'].partition(': ')[2]}" for item in row["failed"]]
+    about = (
+        f"Every example of a policy gradient in the repositories, converted on {results['date']} with `python "
+        "scripts/convert_examples.py verl=FOLDER OpenRLHF=FOLDER prime-rl=FOLDER TRL=FOLDER`. A file counts as converted if a run was "
+        "built from each command in it; an option counts as translated if a line is made of it, or if the file asks you for it."
+    )
+    missing = "Not converted:\n\n" + "\n".join(failures) if failures else "All were converted."
+    return f"{about}\n\n{table(head, rows)}\n\n{missing}"
+
+
 def supervised_options_block() -> str:
     """Write the table of options whose equivalent in `policygrad sft` and `reward-model` is not that of `train`."""
     rows = {name: (_coded(ours.flag), _coded(ours.note)) for name, ours in load_foreign_options()[1].items()}
