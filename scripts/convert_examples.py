@@ -95,7 +95,7 @@ def measure(library: str, folder: Path, show: bool = False) -> dict[str, Any]:
         try:
             for source in read_sources([str(path)]):
                 done, _ = convert_source(source)
-                counts["options"] += len(done.options.given)
+                counts["options"] += len(done.names)
                 counts["translated"] += done.translated
                 counts["unknown"] += len(done.unknown)
         except PolicygradError as error:

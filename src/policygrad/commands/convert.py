@@ -97,9 +97,7 @@ def convert(args: list[str]) -> int:
     elif options.output is None:
         print(text, end="")
     else:
-        counts = (
-            f"{done.translated} of {len(done.options.given)} options of {done.library}, {len(done.unknown)} unknown"
-        )
+        counts = f"{done.translated} of {len(done.names)} options of {done.library}, {len(done.unknown)} unknown"
         print(f"{options.output}: {counts}, {len(done.needs)} to complete (its first lines)")
     return 0
 
@@ -151,7 +149,7 @@ def _to_json(done: Conversion, text: str) -> ConvertOutput:
         "library": done.library,
         "toml": text,
         "needs": [need.text for need in done.needs],
-        "options": len(given),
+        "options": len(done.names),
         "translated": done.translated,
         "left_out": [
             {"option": given[left.name].text, "reason": left.reason} for left in done.left if left.name in given

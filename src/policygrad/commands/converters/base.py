@@ -174,9 +174,14 @@ class Conversion:
     needs: list[Need] = field(default_factory=list)
 
     @property
+    def names(self) -> list[str]:
+        """The options that are given."""
+        return [name for name in self.options.given if name != IMPLIED]
+
+    @property
     def translated(self) -> int:
         """Number of given options that a line is made of, or that only the user can complete."""
-        return len({*self._mentioned()} & {*self.options.given})
+        return len({*self._mentioned()} & {*self.names})
 
     def cite(self, sources: Sequence[str]) -> str:
         """Return the options as they are written, and what is a default of the library."""
@@ -209,15 +214,18 @@ def convert_options(library: Library, settings: Sequence[Setting], rows: int | N
         name = library.renamed.get(setting.name, setting.name)
         given[name] = setting._replace(name=name)
     done = Conversion(library.name, Options(library.name, given, library.defaults, rows))
-    answered = set[str]()
+    known = load_foreign_options()[0].get(library.name, {})
+    answered = {IMPLIED}
     for rule in library.rules:
         own = {name for name in given if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.names)}
         answered |= own
         done.options = _apply_rule(rule, done)
         mentioned = {*done._mentioned(), *(left.name for left in done.left)}
-        done.left += [Left(name, "has no effect beside the other options") for name in given if name in own - mentioned]
+        for name in given:
+            if name in own - mentioned - {IMPLIED}:
+                is_known = name in library.defaults or name in known or name in rule.names
+                _answer_idle(done, name, is_known)
     done.options = Options(library.name, given, library.defaults, rows)
-    known = load_foreign_options()[0].get(library.name, {})
     for name, setting in given.items():
         if name not in answered:
             _answer_plain(done, setting, known.get(name))
@@ -247,6 +255,15 @@ def _apply_rule(rule: Rule, done: Conversion) -> Options:
         else:
             done.left.append(outcome)
     return options
+
+
+def _answer_idle(done: Conversion, name: str, is_known: bool) -> None:
+    """Answer an option that its rule has passed over."""
+    reason = "has no effect beside the other options" if is_known else find_reason(done.library, name)
+    if reason is None:
+        done.unknown.append(name)
+    else:
+        done.left.append(Left(name, reason))
 
 
 def _ask_for_variable(setting: Setting) -> Need:

@@ -5,6 +5,7 @@ Defaults are those of prime-rl at 559b447 (packages/prime-rl-configs).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from policygrad.commands.converters.base import (
     Outcome,
     Rule,
     Setting,
+    as_list,
     flatten,
     list_lora,
     ratio_up,
@@ -81,6 +83,31 @@ SHARED = (
 )
 """Tables of rl.toml that trainer and orchestrator share; in a file of one of them alone they stand at the top too."""
 
+_RENAMED = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"orchestrator\.(train\.)?env\.(\d+)\.id", r"orchestrator.train.source.\2.env.taskset.id"),
+        (r"orchestrator\.(train\.)?env\.(\d+)\.args\.(.*)", r"orchestrator.train.source.\2.env.taskset.\3"),
+        (r"orchestrator\.(train\.)?env\.(\d+)\.(name|ratio)", r"orchestrator.train.source.\2.\3"),
+        (r"orchestrator\.eval\.env\.(\d+)\.id", r"orchestrator.eval.source.\1.env.taskset.id"),
+        (r"orchestrator\.eval\.env\.(\d+)\.args\.(.*)", r"orchestrator.eval.source.\1.env.taskset.\2"),
+        (r"orchestrator\.rollouts_per_example", "orchestrator.group_size"),
+        (r"orchestrator\.sampling\.max_tokens", "orchestrator.train.sampling.max_completion_tokens"),
+        (r"orchestrator\.sampling\.(.*)", r"orchestrator.train.sampling.\1"),
+        (r"orchestrator\.val\.(.*)", r"orchestrator.eval.\1"),
+        (r"orchestrator\.training_mode", "orchestrator.algo.type"),
+        (r"orchestrator\.teacher\.(model|client)\.(name|base_url)", r"orchestrator.algo.teacher.\2"),
+        (r"orchestrator\.lora_name", "orchestrator.model.lora.name"),
+        (r"wandb\.(.*)", r"monitors.wandb.\1"),
+        (r"(trainer|orchestrator)\.wandb\.(.*)", r"monitors.wandb.\2"),
+    )
+)
+"""Names of before 0.8.1."""
+
+
+def _rename(name: str) -> str:
+    return next((found.expand(new) for pattern, new in _RENAMED if (found := pattern.fullmatch(name))), name)
+
 
 def read_tables(data: Mapping[str, Any], texts: Mapping[str, int] | None = None) -> list[Setting]:
     """Return the options of a TOML file; those of a file for trainer, orchestrator or inference alone get its prefix.
@@ -97,11 +124,11 @@ def read_tables(data: Mapping[str, Any], texts: Mapping[str, int] | None = None)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             for i, table in enumerate(value):
                 settings += [
-                    Setting(f"{own}.{i}.{key}", item, f"{name}[{i}].{key} = {_show(item)}")
+                    Setting(_rename(f"{own}.{i}.{key}"), item, f"{name}[{i}].{key} = {_show(item)}")
                     for key, item in flatten(table)
                 ]
         else:
-            settings.append(Setting(own, value, f"{name} = {_show(value)}", (texts or {}).get(name, 0)))
+            settings.append(Setting(_rename(own), value, f"{name} = {_show(value)}", (texts or {}).get(name, 0)))
     return settings
 
 
@@ -122,7 +149,7 @@ def _find_program(data: Mapping[str, Any]) -> str:
 def answer_algorithm(options: Options) -> Iterator[Outcome]:
     """The algorithm, by the orchestrator's advantage and the trainer's loss."""
     name = f"{ALGO}.type"
-    kind = options.text(name)
+    kind = {"rl": "grpo"}.get(options.text(name), options.text(name))  # as it was called before
     if kind == "sft":
         raise ConfigError(
             f"{name} = sft trains on the teacher's completions: policygrad sft --data FILE does, with completions that you sample"
@@ -157,7 +184,8 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
 def _answer_distillation(options: Options, kind: str) -> Iterator[Outcome]:
     teacher, url = f"{ALGO}.teacher.name", f"{ALGO}.teacher.base_url"
     if kind == "opd" and options.get(url):
-        yield Line("algorithm.reference.model", options.text(url), (url, teacher), "the server's own model")
+        address = str((as_list(options.get(url)) or [""])[0])
+        yield Line("algorithm.reference.model", address, (url, teacher), "the server's own model")
     elif kind == "opd" and options.get(teacher):
         yield Line("algorithm.reference.model", options.text(teacher), (teacher,))
     demo = f"{ALGO}.demo_key"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from policygrad.commands.converters import openrlhf, prime_rl, trl, verl
-from policygrad.commands.converters.base import Library, Setting, flatten, parse_value, read_flags
+from policygrad.commands.converters.base import IMPLIED, Library, Setting, flatten, parse_value, read_flags
 from policygrad.commands.converters.shell import Word, read_commands
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.errors import ConfigError
@@ -101,7 +101,8 @@ def _find_sources(command: Sequence[Word], origin: str) -> Iterator[Source]:
         elif _VERL.search(word) and any(
             re.match(r"[+~]{0,2}(actor_rollout_ref|algorithm|data)\.", text) for text, _ in rest
         ):
-            yield Source(verl.VERL, verl.read_overrides(rest), where)
+            program = Setting(IMPLIED, word, word, line)
+            yield Source(verl.VERL, [program, *verl.read_overrides(rest)], where)
         elif found := _OPENRLHF.search(word):
             if not found[1].startswith("train_ppo"):
                 other = _OPENRLHF_ELSEWHERE.get(found[1], "it is not included: use OpenRLHF")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from policygrad.commands.converters.base import (
+    IMPLIED,
     Left,
     Library,
     Line,
@@ -380,7 +381,9 @@ def answer_corrections(options: Options) -> Iterator[Outcome]:
     """Weights for the difference between engine and learner."""
     ratio, rejection = options.text(f"{CORRECTION}.rollout_is"), options.text(f"{CORRECTION}.rollout_rs")
     bypass = options.flag(f"{CORRECTION}.bypass_mode")
-    parts = 0
+    parts, normalize = 0, f"{CORRECTION}.rollout_is_batch_normalize"
+    if normalize in options and options.flag(normalize):
+        yield Left(normalize, "weights are not normalised to a mean of 1")
     if bypass:  # π_old is the sampler's policy, and nothing is left to correct
         yield Line("algorithm.old_policy", "sampler", (f"{CORRECTION}.bypass_mode",))
         yield Line("algorithm.corrections", [], (f"{CORRECTION}.bypass_mode",))
@@ -473,6 +476,17 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
     yield Line("optimizer.clip", float(options.number(clip)), (clip,))
     yield Line("optimizer.weight_decay", float(options.number(f"{OPTIM}.weight_decay")), (f"{OPTIM}.weight_decay",))
     yield Line("optimizer.betas", [*options.pair(f"{OPTIM}.betas")], (f"{OPTIM}.betas",))
+
+
+def answer_program(options: Options) -> Iterator[Outcome]:
+    """A program of its own beside verl's, such as a recipe's."""
+    program = options.text(IMPLIED)
+    if "one_step_off" in program or "fully_async" in program:
+        yield Need(
+            f"max_staleness: {program} samples while it learns; --max-staleness 1 is one step ahead, on GPUs of its own"
+        )
+    elif program and not re.search(r"(^|[./])main_(ppo|dapo)(\.py)?$", program):
+        yield Need(f"{program} has code of its own beside verl's: only its options were converted")
 
 
 def answer_critic(options: Options) -> Iterator[Outcome]:
@@ -643,7 +657,16 @@ VERL = Library(
             answer_shaping,
         ),
         Rule(("algorithm.filter_groups.*",), answer_filters),
-        Rule((f"{CORRECTION}.*",), answer_corrections),
+        Rule(
+            (
+                *(
+                    f"{CORRECTION}.rollout_{name}"
+                    for name in ("is", "is_threshold", "is_batch_normalize", "rs", "rs_threshold")
+                ),
+                *(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"),
+            ),
+            answer_corrections,
+        ),
         Rule(
             (
                 *("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ROLLOUT}.n"),
@@ -687,6 +710,7 @@ VERL = Library(
             answer_evaluation,
         ),
         Rule(("trainer.logger",), answer_tracking),
+        Rule((IMPLIED,), answer_program),
         Rule((f"{MODEL}.lora*", f"{MODEL}.target_modules"), answer_adapters),
     ),
 )
