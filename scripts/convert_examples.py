@@ -1,10 +1,10 @@
 """Converts every example of verl, OpenRLHF, prime-rl and TRL with `policygrad convert`, and counts what became of their options.
 
-    python scripts/convert_examples.py verl=FOLDER OpenRLHF=FOLDER prime-rl=FOLDER TRL=FOLDER
+    python scripts/convert_examples.py verl=FOLDER OpenRLHF=FOLDER prime-rl=FOLDER TRL=FOLDER verl-recipe=FOLDER open-r1=FOLDER
 
-FOLDER is a git repository of the library, with or without files (a bare one is enough); what its HEAD holds is read, or with
-FOLDER@COMMIT another commit. The results go to docs/results/conversions.json, and from there into docs/from-other-libraries.md
-(scripts/make_docs.py). --show prints each file, --try writes no results.
+The last two are collections that use verl and TRL. FOLDER is a git repository, with or without files (a bare one is enough); what
+its HEAD holds is read, or with FOLDER@COMMIT another commit. The results go to docs/results/conversions.json, and from there into
+docs/from-other-libraries.md (scripts/make_docs.py). --show prints each file, --try writes no results.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ EXAMPLES = {
     "OpenRLHF": Examples(("examples",), (".sh",), r"openrlhf\.cli\.train_ppo"),
     "prime-rl": Examples(("examples", "configs"), (".toml",), r"(?m)^\[+orchestrator"),
     "TRL": Examples(("examples/scripts",), (".py",), r"\b(Async)?(GRPO|RLOO|PPO|SDPO|SDFT|Distillation)Config\b"),
+    "verl-recipe": Examples((".",), (".sh",), r"main_\w+"),
+    "open-r1": Examples(("recipes",), (".yaml",), r"num_generations"),
 }
 
 

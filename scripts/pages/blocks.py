@@ -115,7 +115,7 @@ def conversions_block() -> str:
         failures += [f"- {name}, `{item['file']}`: {item['error'].partition(': ')[2]}" for item in row["failed"]]
     about = (
         f"Every example of a policy gradient in the repositories, converted on {results['date']} with `python "
-        "scripts/convert_examples.py verl=FOLDER OpenRLHF=FOLDER prime-rl=FOLDER TRL=FOLDER`. A file counts as converted if a run was "
+        "scripts/convert_examples.py verl=FOLDER …`. A file counts as converted if a run was "
         "built from each command in it; an option counts as translated if a line is made of it, or if the file asks you for it."
     )
     missing = "Not converted:\n\n" + "\n".join(failures) if failures else "All were converted."

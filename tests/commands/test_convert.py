@@ -16,7 +16,7 @@ from policygrad.commands.converters import openrlhf, prime_rl, trl, verl
 from policygrad.commands.converters.base import Library, Setting, convert_options, find_reason, parse_value
 from policygrad.commands.converters.shell import read_commands
 from policygrad.commands.foreign_options import load_foreign_options
-from policygrad.commands.train import parse_run
+from policygrad.commands.train import list_train_flags, parse_run
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run
@@ -281,6 +281,7 @@ def test_a_script_of_trl_is_read_from_its_code(tmp_path: Path) -> None:
     assert "reward: the script names it in its code" in text
 
 
+CONVERTERS = Path(verl.__file__).parent
 LIBRARIES = (
     verl.VERL,
     openrlhf.OPENRLHF,
@@ -319,6 +320,20 @@ def _try_option(library: Library, name: str, value: Any) -> tuple[str, list[str]
 def test_a_pattern_of_options_without_an_equivalent_answers_with_its_reason() -> None:
     assert "FSDP2" in (find_reason("verl", "actor_rollout_ref.ref.megatron.param_offload") or "")
     assert find_reason("verl", "actor_rollout_ref.actor.mine") is None
+
+
+def test_reasons_name_options_that_exist() -> None:
+    known = {flag for name in ("grpo", "ppo", "distill", "prime_rl") for flag in list_train_flags(name)}
+    places = (CONVERTERS / "left_out.toml", *CONVERTERS.glob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in places)
+    sections = "learner|sampler|optimizer|checkpoint|evaluation|rewards|sampling"
+    options = set(re.findall(rf"[ (]((?:{sections})\.[a-z_-]*[a-z])\b", text))
+    named = {f"--{name.removeprefix('sampling.').replace('_', '-')}" for name in options}
+    without_commands = re.sub(r"policygrad (?!train)[^\"]*", "", text)
+    named |= set(re.findall(r"(?<![\w`-])(--[a-z][\w.-]*[a-z])\b", without_commands))
+    theirs = {"--config-path", "--config-name", "--config-dir", "--config", "--rows", "--command", "--name", "--output"}
+    assert len(options) > 12
+    assert not {flag for flag in named - known - theirs if not flag.startswith("--NAME")}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.errors import ConfigError
 
 KINDS = "a command of verl, OpenRLHF or TRL, a script with one, verl's or TRL's YAML, or prime-rl's TOML"
-_VERL = re.compile(r"(^|[./])main_\w+(\.py)?$")
+_VERL = re.compile(r"(^|[./_])main_\w+(\.py)?$")
 _OPENRLHF = re.compile(r"(?:^|[./])openrlhf[./]cli[./](\w+?)(\.py)?$")
 _OPENRLHF_ELSEWHERE = {
     "train_sft": "policygrad sft --data FILE trains on demonstrations",
@@ -215,14 +215,14 @@ def _read_yaml(path: Path, text: str) -> Source | None:
     data = _load_yaml(path, text)
     if "actor_rollout_ref" in data:
         return Source(verl.VERL, _number_lines(verl.read_tables(data), text), str(path))
-    if any(isinstance(value, str) and "\n" in value for value in data.values()):
-        return None
     settings = [
         Setting(name, parse_value(value) if isinstance(value, str) else value, f"{name}: {value}")
         for name, value in flatten(data)
     ]
     names = {setting.name for setting in settings}
     if not names & {*load_foreign_options()[0]["TRL"]}:
+        if any(isinstance(value, str) and "\n" in value for value in data.values()):
+            return None
         raise ConfigError(
             f"its keys, {', '.join(data)[:80] or 'none'}, are neither verl's (actor_rollout_ref, algorithm, data) nor TRL's"
         )

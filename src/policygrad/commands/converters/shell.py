@@ -135,10 +135,17 @@ def _join_array(lines: Sequence[str], i: int) -> tuple[str, int]:
     while i < len(lines):
         line = lines[i].strip()
         i += 1
-        pieces.append("" if line.startswith("#") else line.removesuffix("\\"))
-        if pieces[-1].split(" #")[0].rstrip().endswith(")"):
-            return "\n".join(pieces), i
+        pieces.append("" if line.startswith("#") else re.sub(r"\s#.*", "", line).removesuffix("\\"))
+        text = "\n".join(pieces)
+        if not _has_open_quote(text) and _count_brackets(text) == 0:
+            return text.rstrip(), i
     raise ConfigError(f"line {first + 1}: the array that begins here is not closed: add )")
+
+
+def _count_brackets(text: str) -> int:
+    """Return how many brackets are open outside of quotes."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+    return bare.count("(") - bare.count(")")
 
 
 def _assign_array(script: _Script, name: str, is_added: bool, text: str, line: int) -> None:

@@ -438,7 +438,7 @@ def answer_batches(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.update_rule.epochs", options.positive(epochs), (epochs,))
     for name in (device, accumulated):
         if name in options and name not in sources:
-            yield Left(name, "memory only: learner.micro-tokens bounds the tokens of a pass")
+            yield Left(name, "memory only: learner.micro_tokens bounds the tokens of a pass")
     yield from _answer_length(options, prompts, samples)
 
 
@@ -565,7 +565,7 @@ def answer_data(options: Options) -> Iterator[Outcome]:
 
 
 def _name_reward(name: str, weights: list[Any], i: int) -> str:
-    own = {"accuracy_reward": "math", "think_format_reward": "format"}
+    own = {"accuracy_reward": "math", "think_format_reward": "format", "accuracy": "math"}  # the last, open-r1's
     text = own.get(name, name)
     if text == name and "." in name and not name.endswith(".py"):
         module, _, function = name.rpartition(".")

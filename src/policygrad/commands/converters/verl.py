@@ -71,6 +71,7 @@ DEFAULTS = {
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.name": "",
     f"{ROLLOUT}.top_k": -1,
+    f"{ROLLOUT}.top_p": 1.0,
     f"{ROLLOUT}.free_cache_engine": True,
     f"{ROLLOUT}.val_kwargs.n": 1,
     f"{ROLLOUT}.val_kwargs.do_sample": False,
@@ -368,10 +369,16 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.filters.DropZeroVariance", None, ("algorithm.adv_estimator",), note)
         yield Line("algorithm.filters.DropZeroVariance.mode", "reweight", ("algorithm.adv_estimator",))
         return
+    if options.flag(f"{name}.enable") and options.count(f"{ROLLOUT}.n") == 1:
+        yield Left(f"{name}.enable", "a single completion per prompt has nothing to be compared with")
+        yield Line("algorithm.filters", [], (f"{name}.enable",))
+        return
     if not options.flag(f"{name}.enable"):
         yield Line("algorithm.filters", [], (f"{name}.enable",) if f"{name}.enable" in options else ())
         return
     yield Line("algorithm.filters.DropZeroVariance", None, (f"{name}.enable",), "by the scores, whatever the metric")
+    if f"{name}.metric" in options:
+        yield Left(f"{name}.metric", "groups are filtered by the task's scores, before any shaping")
     rounds = f"{name}.max_num_gen_batches"
     if rounds in options and options.count(rounds) > 0:
         yield Line("algorithm.filters.DropZeroVariance.max_rounds", options.count(rounds), (rounds,))
@@ -549,8 +556,13 @@ def answer_engine(options: Options) -> Iterator[Outcome]:
     """Engine, evaluation and machines."""
     name, memory = f"{ROLLOUT}.name", f"{ROLLOUT}.gpu_memory_utilization"
     engine = options.text(name)
+    is_truncated = options.number(f"{ROLLOUT}.top_p") < 1 or options.count(f"{ROLLOUT}.top_k") > 0
     if engine in ("vllm", "sglang"):
-        yield Line("sampler.engine", engine, (name,))
+        if engine == "sglang" and is_truncated:
+            note = "sglang does not tell which tokens top_p and top_k left, and the learner needs them"
+            yield Line("sampler.engine", "vllm", (name,), note)
+        else:
+            yield Line("sampler.engine", engine, (name,))
         if memory in options:
             yield Line("sampler.gpu_memory", float(options.number(memory)), (memory,))
         if options.flag(f"{ROLLOUT}.free_cache_engine"):
@@ -656,7 +668,10 @@ VERL = Library(
             ),
             answer_shaping,
         ),
-        Rule(("algorithm.filter_groups.*",), answer_filters),
+        Rule(
+            tuple(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
+            answer_filters,
+        ),
         Rule(
             (
                 *(
