@@ -137,6 +137,14 @@ class Options:
         value = self.get(name)
         return "" if value is None else str(value)
 
+    def number_line(self, key: str, name: str, note: str = "") -> Line:
+        """Return the line of an option that is a number and means the same here."""
+        return Line(key, float(self.number(name)), (name,), note)
+
+    def count_line(self, key: str, name: str, note: str = "") -> Line:
+        """Return the line of an option that is a whole number and means the same here."""
+        return Line(key, self.count(name), (name,), note)
+
     def _explain(self, name: str, kind: str) -> Exception:
         if name not in self.given:
             return ConfigError(f"{self.library}'s {name} is missing, and has no default: add it")
@@ -149,8 +157,13 @@ class Options:
 class Rule(NamedTuple):
     """Options that are answered together."""
 
-    names: tuple[str, ...]  # patterns of names
+    text: str  # patterns of their names, with spaces between them
     answer: Callable[[Options], Iterator[Outcome]]
+
+    @property
+    def names(self) -> list[str]:
+        """The patterns."""
+        return self.text.split()
 
 
 class Library(NamedTuple):

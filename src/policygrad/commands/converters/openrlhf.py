@@ -215,10 +215,10 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.gate.low", low, (both,))
         yield Line("algorithm.gate.high", high, (both,))
     else:
-        yield Line("algorithm.gate.low", float(options.number("actor.eps_clip")), ("actor.eps_clip",))
-        yield Line("algorithm.gate.high", float(options.number("actor.eps_clip")), ("actor.eps_clip",))
+        yield options.number_line("algorithm.gate.low", "actor.eps_clip")
+        yield options.number_line("algorithm.gate.high", "actor.eps_clip")
     if options.get("actor.dual_clip") is not None:
-        yield Line("algorithm.gate.c", float(options.number("actor.dual_clip")), ("actor.dual_clip",))
+        yield options.number_line("algorithm.gate.c", "actor.dual_clip")
 
 
 def _answer_advantage(options: Options, estimator: str) -> Iterator[Outcome]:
@@ -277,7 +277,7 @@ def answer_kl(options: Options) -> Iterator[Outcome]:
     if options.get(entropy) and options.number(entropy) > 0:
         terms = True
         yield Line("algorithm.terms.ExactEntropy", None, (entropy,))
-        yield Line("algorithm.terms.ExactEntropy.eta", float(options.number(entropy)), (entropy,))
+        yield options.number_line("algorithm.terms.ExactEntropy.eta", entropy)
     elif entropy in options:
         yield Left(entropy, "no entropy bonus, as here")
     if not terms:
@@ -290,7 +290,7 @@ def answer_kl(options: Options) -> Iterator[Outcome]:
         cache = float(f"{min(1.0, options.number(buffer) / length):.6g}")
         yield Line("algorithm.shaping.SoftOverlong.cache", cache, (buffer, name), f"a fraction of {length} tokens")
         factor = "reward.overlong_penalty_factor"
-        yield Line("algorithm.shaping.SoftOverlong.scale", float(options.number(factor)), (factor,))
+        yield options.number_line("algorithm.shaping.SoftOverlong.scale", factor)
     if not shaping:
         yield Line("algorithm.shaping", [], (use,) if in_loss else (coefficient,))
 
@@ -367,11 +367,11 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
     if options.text("actor.optim") == "muon":
         yield Line("optimizer.name", "muon", ("actor.optim",))
         if "actor.muon.lr" in options:
-            yield Line("lr", float(options.number("actor.muon.lr")), ("actor.muon.lr",))
-    yield Line("lr", float(options.number("actor.adam.lr")), ("actor.adam.lr",))
+            yield options.number_line("lr", "actor.muon.lr")
+    yield options.number_line("lr", "actor.adam.lr")
     yield Line("optimizer.betas", [*options.pair("actor.adam.betas")], ("actor.adam.betas",))
-    yield Line("optimizer.weight_decay", float(options.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
-    yield Line("optimizer.clip", float(options.number("actor.max_norm")), ("actor.max_norm",))
+    yield options.number_line("optimizer.weight_decay", "actor.adam.weight_decay")
+    yield options.number_line("optimizer.clip", "actor.max_norm")
 
 
 def answer_critic(options: Options) -> Iterator[Outcome]:
@@ -381,13 +381,11 @@ def answer_critic(options: Options) -> Iterator[Outcome]:
         for name in critic:
             yield Left(name, f"{options.text('algo.advantage.estimator')} has no critic")
         return
-    yield Line("algorithm.critic.lr", float(options.number("critic.adam.lr")), ("critic.adam.lr",))
-    yield Line("algorithm.critic.clip", float(options.number("critic.value_clip")), ("critic.value_clip",))
+    yield options.number_line("algorithm.critic.lr", "critic.adam.lr")
+    yield options.number_line("algorithm.critic.clip", "critic.value_clip")
     if "critic.freezing_steps" in options and options.count("critic.freezing_steps") > 0:
         note = "rollouts, at most; ends once the critic explains enough variance"
-        yield Line(
-            "algorithm.critic.pretrain", options.count("critic.freezing_steps"), ("critic.freezing_steps",), note
-        )
+        yield options.count_line("algorithm.critic.pretrain", "critic.freezing_steps", note)
     for name in critic:
         if name not in ("critic.adam.lr", "critic.value_clip", "critic.freezing_steps"):
             yield Left(name, "the critic starts as a copy of the policy, in the same processes")
@@ -470,9 +468,9 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
     is_async = options.flag("train.async_enable")
     if options.get(engines) and options.count(engines) > 0:
         yield Line("sampler.engine", "vllm", (engines,))
-        yield Line("sampler.servers", options.count(engines), (engines,))
+        yield options.count_line("sampler.servers", engines)
         if memory in options:
-            yield Line("sampler.gpu_memory", float(options.number(memory)), (memory,))
+            yield options.number_line("sampler.gpu_memory", memory)
         if colocated and not is_async:
             yield Line("sampler.colocate", True, tuple(colocated))
     if is_async:
@@ -514,91 +512,64 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
 
 def answer_reports(options: Options) -> Iterator[Outcome]:
     """Evaluations, checkpoints, trackers, the seed."""
-    yield Line("evaluation.temperature", float(options.number("eval.temperature")), ("eval.temperature",))
-    yield Line(
-        "evaluation.samples_per_prompt", options.count("eval.n_samples_per_prompt"), ("eval.n_samples_per_prompt",)
-    )
-    yield Line("seed", options.count("train.seed"), ("train.seed",))
+    yield options.number_line("evaluation.temperature", "eval.temperature")
+    yield options.count_line("evaluation.samples_per_prompt", "eval.n_samples_per_prompt")
+    yield options.count_line("seed", "train.seed")
     for name, key in (("eval.steps", "evaluation.every"), ("ckpt.save_steps", "checkpoint.every")):
         if name in options and options.count(name) > 0:
             yield Line(key, options.count(name), (name,))
         elif name in options:
             yield Left(name, "before and after training, or at the end, only")
     if "ckpt.max_num" in options:
-        yield Line("checkpoint.keep", options.count("ckpt.max_num"), ("ckpt.max_num",))
+        yield options.count_line("checkpoint.keep", "ckpt.max_num")
     services = {"logger.wandb.key": "wandb", "logger.tensorboard_dir": "tensorboard"}
     given = [name for name in services if name in options]
     if given:
         yield Line("track", [services[name] for name in given], tuple(given))
 
 
-OPENRLHF = Library(
-    "OpenRLHF",
-    DEFAULTS,
-    (
-        Rule(
-            (
-                *(
-                    "algo.advantage.estimator",
-                    "algo.advantage.no_std_norm",
-                    "algo.advantage.gamma",
-                    "algo.advantage.lambd",
-                ),
-                *("actor.policy_loss_type", "actor.eps_clip*", "actor.dual_clip"),
-            ),
-            answer_algorithm,
-        ),
-        Rule(("algo.kl.*", "actor.entropy_coef", "reward.overlong_*"), answer_kl),
-        Rule(("algo.dynamic_filtering*", "algo.advantage.is_correction*"), answer_filters),
-        Rule(
-            (
-                *("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size", "train.max_epochs"),
-                *("train.num_episodes", "data.max_samples", "actor.lr_*", "actor.min_lr_ratio"),
-            ),
-            answer_batches,
-        ),
-        Rule(("actor.optim", "actor.muon.*", "actor.adam.*", "actor.max_norm"), answer_optimizer),
-        Rule(("critic.*",), answer_critic),
-        Rule(
-            (
-                *("data.prompt_dataset", "data.prompt_probs", "data.prompt_split", "data.input_key", "data.label_key"),
-                *("eval.dataset", "reward.remote_url", "reward.model_name_or_path", "train.agent_func_path"),
-            ),
-            answer_data,
-        ),
-        Rule(
-            (
-                *("rollout.max_new_tokens", "data.max_len", "vllm.num_engines", "vllm.gpu_memory_utilization"),
-                *(
-                    "vllm.enable_sleep",
-                    "train.colocate_all",
-                    "train.async_*",
-                    "actor.num_*",
-                    "ds.param_dtype",
-                    "ds.lora.*",
-                ),
-                *(
-                    "ds.load_in_4bit",
-                    "ds.adam_offload",
-                    "actor.gradient_checkpointing_enable",
-                    "actor.freeze_visual_encoder",
-                ),
-            ),
-            answer_machines,
-        ),
-        Rule(
-            (
-                "train.seed",
-                "eval.steps",
-                "eval.temperature",
-                "eval.n_samples_per_prompt",
-                "ckpt.save_steps",
-                "ckpt.max_num",
-                "logger.wandb.key",
-                "logger.tensorboard_dir",
-            ),
-            answer_reports,
-        ),
+RULES = (
+    Rule(
+        "algo.advantage.estimator algo.advantage.no_std_norm algo.advantage.gamma algo.advantage.lambd "
+        "actor.policy_loss_type actor.eps_clip* actor.dual_clip",
+        answer_algorithm,
     ),
-    RENAMED,
+    Rule(
+        "algo.kl.* actor.entropy_coef reward.overlong_*",
+        answer_kl,
+    ),
+    Rule(
+        "algo.dynamic_filtering* algo.advantage.is_correction*",
+        answer_filters,
+    ),
+    Rule(
+        "rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs train.num_episodes "
+        "data.max_samples actor.lr_* actor.min_lr_ratio",
+        answer_batches,
+    ),
+    Rule(
+        "actor.optim actor.muon.* actor.adam.* actor.max_norm",
+        answer_optimizer,
+    ),
+    Rule(
+        "critic.*",
+        answer_critic,
+    ),
+    Rule(
+        "data.prompt_dataset data.prompt_probs data.prompt_split data.input_key data.label_key eval.dataset "
+        "reward.remote_url reward.model_name_or_path train.agent_func_path",
+        answer_data,
+    ),
+    Rule(
+        "rollout.max_new_tokens data.max_len vllm.num_engines vllm.gpu_memory_utilization vllm.enable_sleep "
+        "train.colocate_all train.async_* actor.num_* ds.param_dtype ds.lora.* ds.load_in_4bit ds.adam_offload "
+        "actor.gradient_checkpointing_enable actor.freeze_visual_encoder",
+        answer_machines,
+    ),
+    Rule(
+        "train.seed eval.steps eval.temperature eval.n_samples_per_prompt ckpt.save_steps ckpt.max_num "
+        "logger.wandb.key logger.tensorboard_dir",
+        answer_reports,
+    ),
 )
+OPENRLHF = Library("OpenRLHF", DEFAULTS, RULES, RENAMED)

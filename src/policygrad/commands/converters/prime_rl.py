@@ -204,7 +204,7 @@ def _answer_advantage(options: Options, kind: str) -> Iterator[Outcome]:
     source = (f"{ALGO}.type",)
     if kind == "rae":
         yield Line("algorithm.advantage.RunningMean", None, source)
-        yield Line("algorithm.advantage.RunningMean.decay", float(options.number(f"{ALGO}.decay")), (f"{ALGO}.decay",))
+        yield options.number_line("algorithm.advantage.RunningMean.decay", f"{ALGO}.decay")
         yield Line("algorithm.advantage.RunningMean.by", "role", source)
         yield Line("algorithm.advantage.RunningMean.per", "sample", source)
         yield Line("algorithm.filters", [], source)
@@ -274,20 +274,20 @@ def answer_batches(options: Options) -> Iterator[Outcome]:
     if options.get(steps) is None:
         yield Need("steps: prime-rl runs until it is stopped")
     else:
-        yield Line("steps", options.count(steps), (steps,))
+        yield options.count_line("steps", steps)
     ahead = "orchestrator.max_off_policy_steps"
-    yield Line("max_staleness", options.count(ahead), (ahead,), "there the oldest that is used")
+    yield options.count_line("max_staleness", ahead, "there the oldest that is used")
 
 
 def answer_optimizer(options: Options) -> Iterator[Outcome]:
     """Optimizer and schedule."""
     kind = options.text(f"{OPTIM}.type")
     lr = f"{OPTIM}.lr"
-    yield Line("lr", float(options.number(lr)), (lr,))
+    yield options.number_line("lr", lr)
     if kind in ("muon", "sgd"):
         yield Line("optimizer.name", kind, (f"{OPTIM}.type",))
         momentum = f"{OPTIM}.mu" if kind == "muon" else f"{OPTIM}.momentum"
-        yield Line("optimizer.momentum", float(options.number(momentum)), (momentum,))
+        yield options.number_line("optimizer.momentum", momentum)
     elif kind != "adamw":
         yield Left(
             f"{OPTIM}.type", f"{kind} has no equivalent: adamw stands for it, and needs a learning rate of its own"
@@ -296,8 +296,8 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
         second = 0.95 if kind == "muon" and f"{OPTIM}.betas2" not in options else options.number(f"{OPTIM}.betas2")
         betas = [float(options.number(f"{OPTIM}.betas1")), float(second)]
         yield Line("optimizer.betas", betas, (f"{OPTIM}.betas1", f"{OPTIM}.betas2"))
-    yield Line("optimizer.weight_decay", float(options.number(f"{OPTIM}.weight_decay")), (f"{OPTIM}.weight_decay",))
-    yield Line("optimizer.clip", float(options.number(f"{OPTIM}.max_norm")), (f"{OPTIM}.max_norm",))
+    yield options.number_line("optimizer.weight_decay", f"{OPTIM}.weight_decay")
+    yield options.number_line("optimizer.clip", f"{OPTIM}.max_norm")
     schedule = "trainer.scheduler.type"
     yield Line(
         "optimizer.schedule",
@@ -307,7 +307,7 @@ def answer_optimizer(options: Options) -> Iterator[Outcome]:
     )
     if options.text(schedule) != "constant":
         warmup = "trainer.scheduler.warmup_steps"
-        yield Line("optimizer.warmup", options.count(warmup), (warmup,))
+        yield options.count_line("optimizer.warmup", warmup)
     for key in ("trainer.scheduler.decay_steps", "trainer.scheduler.min_lr"):
         if key in options:
             yield Left(key, "a schedule ends at 0, at the run's last update")
@@ -320,13 +320,13 @@ def answer_data(options: Options) -> Iterator[Outcome]:
         yield from _answer_sources(options, EVALS, "eval_data")
     problems = options.first(f"{EVALS}.0.num_examples", "orchestrator.eval.num_examples")
     if options.get(problems) is not None and options.count(problems) > 0:
-        yield Line("evaluation.problems", options.count(problems), (problems,))
+        yield options.count_line("evaluation.problems", problems)
     if any(name.startswith("orchestrator.eval.") for name in options.given):
         interval, group = (
             options.first(f"{EVALS}.0.{key}", f"orchestrator.eval.{key}") for key in ("interval", "group_size")
         )
-        yield Line("evaluation.every", options.count(interval), (interval,))
-        yield Line("evaluation.samples_per_prompt", options.count(group), (group,))
+        yield options.count_line("evaluation.every", interval)
+        yield options.count_line("evaluation.samples_per_prompt", group)
 
 
 def _answer_sources(options: Options, prefix: str, key: str) -> Iterator[Outcome]:
@@ -365,16 +365,14 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
     tokens = "orchestrator.train.sampling.max_completion_tokens"
     total = options.first("orchestrator.seq_len", "seq_len", "trainer.model.seq_len", "orchestrator.seq_len")
     if options.get(tokens) is not None:
-        yield Line("sampling.max_tokens", options.count(tokens), (tokens,))
+        yield options.count_line("sampling.max_tokens", tokens)
         if total in options:
             yield Left(
                 total,
                 "a completion is bounded by max_tokens, and texts that are too long for a pass are read in segments",
             )
     else:
-        yield Line(
-            "sampling.max_tokens", options.count(total), (total,), "there with the prompt's tokens, over all turns"
-        )
+        yield options.count_line("sampling.max_tokens", total, "there with the prompt's tokens, over all turns")
     yield Line("sampler.engine", "vllm", tuple(name for name in ("inference",) if name in options))
     train, infer = "deployment.num_train_gpus", "deployment.num_infer_gpus"
     nodes = "deployment.num_train_nodes"
@@ -393,7 +391,7 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
         if "deployment.num_infer_nodes" in options:
             yield Need("sampler.urls: the addresses of the servers on other machines", ("deployment.num_infer_nodes",))
     else:
-        yield Line("learner.world_size", options.count(train), (train,))
+        yield options.count_line("learner.world_size", train)
         servers = max(1, options.count(infer) // options.positive("inference.vllm.tensor_parallel_size"))
         yield Line("sampler.servers", servers, (infer,))
     if f"{LORA}.rank" in options or any(name.startswith(LORA) for name in options.given):
@@ -422,7 +420,7 @@ def answer_reports(options: Options) -> Iterator[Outcome]:
     for key, name in (("every", "interval"), ("keep", "keep_last")):
         option = options.first(f"trainer.ckpt.{name}", f"ckpt.{name}")
         if options.get(option) is not None:
-            yield Line(f"checkpoint.{key}", options.count(option), (option,))
+            yield options.count_line(f"checkpoint.{key}", option)
     services = tuple(name for name in options.given if name.startswith(("monitors.wandb", "trainer.monitors.wandb")))
     if services:
         yield Line("track", ["wandb"], services[:1])
@@ -430,46 +428,41 @@ def answer_reports(options: Options) -> Iterator[Outcome]:
             yield Left(name, "the project is the variable WANDB_PROJECT, the run's name that of its folder")
 
 
-PRIME_RL = Library(
-    "prime-rl",
-    DEFAULTS,
-    (
-        Rule(
-            (f"{ALGO}.*", f"{LOSS}.*", "orchestrator.train.filter_zero_advantages", f"{SOURCES}.*.curriculum.*"),
-            answer_algorithm,
-        ),
-        Rule(
-            (
-                *("orchestrator.batch_size", "orchestrator.token_batch_size", "orchestrator.group_size", "*max_steps"),
-                "orchestrator.max_off_policy_steps",
-            ),
-            answer_batches,
-        ),
-        Rule((f"{OPTIM}.*", "trainer.scheduler.*"), answer_optimizer),
-        Rule(
-            (
-                *(f"{SOURCES}.*.taskset.*", f"{EVALS}.*.taskset.*", f"{EVALS}.*.num_examples", f"{EVALS}.*.group_size"),
-                *(
-                    f"{EVALS}.*.interval",
-                    "orchestrator.eval.interval",
-                    "orchestrator.eval.num_examples",
-                    "orchestrator.eval.group_size",
-                ),
-            ),
-            answer_data,
-        ),
-        Rule(
-            (
-                *("model.name", "trainer.model.name", "orchestrator.model.name", "seq_len", "orchestrator.seq_len"),
-                *("trainer.model.seq_len", "orchestrator.train.sampling.max_completion_tokens", "inference"),
-                *("deployment.num_*", "deployment.gpus_per_node", f"{LORA}*", "trainer.model.ac", "trainer.model.ac.*"),
-                *("trainer.model.optim_cpu_offload", "trainer.model.full_offload", "trainer.enable_router_replay"),
-            ),
-            answer_machines,
-        ),
-        Rule(("*ckpt.interval", "*ckpt.keep_last", "*monitors.wandb*"), answer_reports),
+RULES = (
+    Rule(
+        "orchestrator.algo.* trainer.loss.* orchestrator.train.filter_zero_advantages "
+        "orchestrator.train.source.*.curriculum.*",
+        answer_algorithm,
+    ),
+    Rule(
+        "orchestrator.batch_size orchestrator.token_batch_size orchestrator.group_size *max_steps "
+        "orchestrator.max_off_policy_steps",
+        answer_batches,
+    ),
+    Rule(
+        "trainer.optim.* trainer.scheduler.*",
+        answer_optimizer,
+    ),
+    Rule(
+        "orchestrator.train.source.*.taskset.* orchestrator.eval.source.*.taskset.* "
+        "orchestrator.eval.source.*.num_examples orchestrator.eval.source.*.group_size "
+        "orchestrator.eval.source.*.interval orchestrator.eval.interval orchestrator.eval.num_examples "
+        "orchestrator.eval.group_size",
+        answer_data,
+    ),
+    Rule(
+        "model.name trainer.model.name orchestrator.model.name seq_len orchestrator.seq_len trainer.model.seq_len "
+        "orchestrator.train.sampling.max_completion_tokens inference deployment.num_* deployment.gpus_per_node "
+        "trainer.model.lora* trainer.model.ac trainer.model.ac.* trainer.model.optim_cpu_offload "
+        "trainer.model.full_offload trainer.enable_router_replay",
+        answer_machines,
+    ),
+    Rule(
+        "*ckpt.interval *ckpt.keep_last *monitors.wandb*",
+        answer_reports,
     ),
 )
+PRIME_RL = Library("prime-rl", DEFAULTS, RULES)
 
 
 def is_prime_rl(names: Sequence[str]) -> bool:

@@ -266,7 +266,7 @@ def _answer_gate(options: Options, loss: str) -> Iterator[Outcome]:
         yield Line("algorithm.gate", "SigmoidGate", ("loss_type",))
         for side in ("pos", "neg"):
             name = f"sapo_temperature_{side}"
-            yield Line(f"algorithm.gate.tau_{side}", float(options.number(name)), (name,))
+            yield options.number_line(f"algorithm.gate.tau_{side}", name)
     elif loss == "vespo":
         yield Line("algorithm.gate", "GammaKernel", ("loss_type",))
     elif loss == "cispo":
@@ -279,7 +279,7 @@ def _answer_gate(options: Options, loss: str) -> Iterator[Outcome]:
     else:
         above, delta = float(options.number(high)), options.get("delta")
         yield Line("algorithm.gate", "Clip", ("loss_type",))
-        yield Line("algorithm.gate.low", float(options.number(low)), (low,))
+        yield options.number_line("algorithm.gate.low", low)
         if (
             delta is not None and options.number("delta") < 1 + above
         ):  # the cap is nearer than the clip: they change places
@@ -288,7 +288,7 @@ def _answer_gate(options: Options, loss: str) -> Iterator[Outcome]:
         else:
             yield Line("algorithm.gate.high", above, (high,))
             if delta is not None:
-                yield Line("algorithm.gate.c", float(options.number("delta")), ("delta",))
+                yield options.number_line("algorithm.gate.c", "delta")
 
 
 def _answer_corrections(options: Options) -> Iterator[Outcome]:
@@ -319,7 +319,7 @@ def _answer_corrections(options: Options) -> Iterator[Outcome]:
         parts += 1
         name = "off_policy_mask_threshold"
         yield Line("algorithm.corrections.OffPolicySequenceMask", None, (name,))
-        yield Line("algorithm.corrections.OffPolicySequenceMask.delta", float(options.number(name)), (name,))
+        yield options.number_line("algorithm.corrections.OffPolicySequenceMask.delta", name)
     if (share := options.number("top_entropy_quantile")) < 1:
         parts += 1
         yield Line("algorithm.corrections.HighEntropy", None, ("top_entropy_quantile",))
@@ -348,9 +348,9 @@ def _answer_rloo(options: Options) -> Iterator[Outcome]:
     if _count_updates(options) > 1:
         yield Line("algorithm.ratio", "SequenceProduct", (TRAINER,))
         yield Line("algorithm.gate", "Clip", (TRAINER,))
-        yield Line("algorithm.gate.low", float(options.number("epsilon")), ("epsilon",))
+        yield options.number_line("algorithm.gate.low", "epsilon")
         high = options.first("epsilon_high", "epsilon")
-        yield Line("algorithm.gate.high", float(options.number(high)), (high,))
+        yield options.number_line("algorithm.gate.high", high)
     if options.flag("normalize_advantages"):
         yield Line("algorithm.advantage.LeaveOneOut", None, (TRAINER,))
         yield Line("algorithm.advantage.BatchMean", None, ("normalize_advantages",))
@@ -367,12 +367,12 @@ def _answer_rloo(options: Options) -> Iterator[Outcome]:
 
 def _answer_ppo(options: Options) -> Iterator[Outcome]:
     for key in ("gamma", "lam"):
-        yield Line(f"algorithm.advantage.GAE.{key}", float(options.number(key)), (key,))
-        yield Line(f"algorithm.critic.{key}", float(options.number(key)), (key,))
+        yield options.number_line(f"algorithm.advantage.GAE.{key}", key)
+        yield options.number_line(f"algorithm.critic.{key}", key)
     yield Line("algorithm.advantage.Whiten", None, (TRAINER,))
-    yield Line("algorithm.gate.low", float(options.number("cliprange")), ("cliprange",))
-    yield Line("algorithm.gate.high", float(options.number("cliprange")), ("cliprange",))
-    yield Line("algorithm.critic.clip", float(options.number("cliprange_value")), ("cliprange_value",))
+    yield options.number_line("algorithm.gate.low", "cliprange")
+    yield options.number_line("algorithm.gate.high", "cliprange")
+    yield options.number_line("algorithm.critic.clip", "cliprange_value")
     yield Line(
         "algorithm.critic.coefficient",
         options.number("vf_coef") / 2,
@@ -478,20 +478,20 @@ def _answer_length(options: Options, prompts: int, samples: int) -> Iterator[Out
 
 def answer_optimizer(options: Options) -> Iterator[Outcome]:
     """Learning rate, schedule, betas, and what is saved when."""
-    yield Line("lr", float(options.number("learning_rate")), ("learning_rate",))
+    yield options.number_line("lr", "learning_rate")
     schedule = options.text("lr_scheduler_type").removesuffix("_with_warmup")
     if schedule in ("constant", "linear", "cosine"):
         yield Line("optimizer.schedule", schedule, ("lr_scheduler_type",))
     else:
         yield Left("lr_scheduler_type", "constant, linear or cosine, down to 0")
-    yield Line("optimizer.clip", float(options.number("max_grad_norm")), ("max_grad_norm",))
-    yield Line("optimizer.weight_decay", float(options.number("weight_decay")), ("weight_decay",))
+    yield options.number_line("optimizer.clip", "max_grad_norm")
+    yield options.number_line("optimizer.weight_decay", "weight_decay")
     yield Line(
         "optimizer.betas",
         [float(options.number("adam_beta1")), float(options.number("adam_beta2"))],
         ("adam_beta1", "adam_beta2"),
     )
-    yield Line("seed", options.count("seed"), ("seed",))
+    yield options.count_line("seed", "seed")
     updates = max(1, _count_updates(options))
     for name, key in (("save_steps", "checkpoint.every"), ("eval_steps", "evaluation.every")):
         if name in options and options.number(name) >= 1:
@@ -580,12 +580,12 @@ def answer_sampling(options: Options) -> Iterator[Outcome]:
         if options.text(TRAINER) != "ppo"
         else "response_length"
     )
-    yield Line("sampling.max_tokens", options.count(tokens), (tokens,))
-    yield Line("sampling.temperature", float(options.number("temperature")), ("temperature",))
+    yield options.count_line("sampling.max_tokens", tokens)
+    yield options.number_line("sampling.temperature", "temperature")
     if options.get("top_p") is not None and options.number("top_p") < 1:
-        yield Line("sampling.top_p", float(options.number("top_p")), ("top_p",))
+        yield options.number_line("sampling.top_p", "top_p")
     if options.get("top_k") and options.number("top_k") > 0:
-        yield Line("sampling.top_k", options.count("top_k"), ("top_k",))
+        yield options.count_line("sampling.top_k", "top_k")
     if options.flag("use_vllm"):
         yield Line("sampler.engine", "vllm", ("use_vllm",))
         mode, url = "vllm_mode", "vllm_server_base_url"
@@ -599,72 +599,47 @@ def answer_sampling(options: Options) -> Iterator[Outcome]:
             yield Line("sampler.colocate", True, (mode,))
             if "vllm_gpu_memory_utilization" in options:
                 name = "vllm_gpu_memory_utilization"
-                yield Line("sampler.gpu_memory", float(options.number(name)), (name,))
+                yield options.number_line("sampler.gpu_memory", name)
     services = [str(name) for name in as_list(options.get("report_to"))]
     services = [name for name in services if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     if "report_to" in options:
         yield Line("track", services, ("report_to",))
     if PROCESSES in options:
-        yield Line("learner.world_size", options.count(PROCESSES), (PROCESSES,))
+        yield options.count_line("learner.world_size", PROCESSES)
 
 
-TRL_RULES = (
+RULES = (
     Rule(
-        (
-            *(TRAINER, "loss_type", "scale_rewards", "importance_sampling_level", "beta", "epsilon*", "delta"),
-            *("sapo_temperature_*", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold"),
-            *("vllm_importance_sampling_*", "mask_truncated_completions", "sync_ref_model", "ref_model_sync_steps"),
-            *("normalize_advantages", "kl_coef", "cliprange*", "vf_coef", "gamma", "lam", "teacher_model_name_or_path"),
-        ),
+        f"{TRAINER} loss_type scale_rewards importance_sampling_level beta epsilon* delta sapo_temperature_* "
+        "entropy_coef top_entropy_quantile off_policy_mask_threshold vllm_importance_sampling_* "
+        "mask_truncated_completions sync_ref_model ref_model_sync_steps normalize_advantages kl_coef cliprange* "
+        "vf_coef gamma lam teacher_model_name_or_path",
         answer_algorithm,
     ),
     Rule(
-        (
-            *(
-                "per_device_train_batch_size",
-                "gradient_accumulation_steps",
-                "generation_batch_size",
-                "steps_per_generation",
-            ),
-            *("num_generations", "rloo_k", "num_iterations", "num_ppo_epochs", "ppo_epochs", "num_mini_batches"),
-            *("max_steps", "num_train_epochs", "total_episodes", "warmup_steps", "warmup_ratio"),
-        ),
+        "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation "
+        "num_generations rloo_k num_iterations num_ppo_epochs ppo_epochs num_mini_batches max_steps "
+        "num_train_epochs total_episodes warmup_steps warmup_ratio",
         answer_batches,
     ),
     Rule(
-        (
-            *(
-                "learning_rate",
-                "lr_scheduler_type",
-                "max_grad_norm",
-                "weight_decay",
-                "adam_beta*",
-                "seed",
-                "save_steps",
-            ),
-            *("eval_steps", "save_strategy", "eval_strategy"),
-        ),
+        "learning_rate lr_scheduler_type max_grad_norm weight_decay adam_beta* seed save_steps eval_steps "
+        "save_strategy eval_strategy",
         answer_optimizer,
     ),
     Rule(
-        (
-            *("model_name_or_path", "sft_model_path", "bf16", "fp16", "dtype", "torch_dtype", "use_peft", "lora_r"),
-            *("lora_alpha", "lora_target_modules", "load_in_4bit"),
-        ),
+        "model_name_or_path sft_model_path bf16 fp16 dtype torch_dtype use_peft lora_r lora_alpha "
+        "lora_target_modules load_in_4bit",
         answer_model,
     ),
     Rule(
-        (
-            *("dataset_name", "dataset_config", "dataset_train_split", "reward_funcs", "reward_weights"),
-            *("reward_model_path", "reward_model_name_or_path"),
-        ),
+        "dataset_name dataset_config dataset_train_split reward_funcs reward_weights reward_model_path "
+        "reward_model_name_or_path",
         answer_data,
     ),
     Rule(
-        (
-            *("max_completion_length", "response_length", "temperature", "top_p", "top_k", "use_vllm", "vllm_mode"),
-            *("vllm_server_*", "vllm_gpu_memory_utilization", "report_to", PROCESSES),
-        ),
+        "max_completion_length response_length temperature top_p top_k use_vllm vllm_mode vllm_server_* "
+        "vllm_gpu_memory_utilization report_to num_processes",
         answer_sampling,
     ),
 )
@@ -672,4 +647,4 @@ TRL_RULES = (
 
 def make_library(trainer: str) -> Library:
     """Return TRL with the defaults of a trainer."""
-    return Library("TRL", {**DEFAULTS[trainer], TRAINER: trainer}, TRL_RULES, {"ppo_epochs": "num_ppo_epochs"})
+    return Library("TRL", {**DEFAULTS[trainer], TRAINER: trainer}, RULES, {"ppo_epochs": "num_ppo_epochs"})

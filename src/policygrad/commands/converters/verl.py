@@ -1,4 +1,4 @@
-"""verl: hydra overrides of `python3 -m verl.trainer.main_ppo`, or the YAML of its configuration.
+"""verl: hydra overrides of `python3 -m verl.trainer.main_ppo`, or the YAML of its configuration. Algorithms: verl_algorithm.py.
 
 Defaults are those of verl at b178a3c (verl/trainer/config: ppo_trainer.yaml, actor.yaml, rollout.yaml, optim/fsdp.yaml).
 """
@@ -24,12 +24,21 @@ from policygrad.commands.converters.base import (
     parse_value,
     ratio_up,
 )
+from policygrad.commands.converters.verl_algorithm import (
+    ACTOR,
+    CORRECTION,
+    OVERLONG,
+    ROLLOUT,
+    answer_algorithm,
+    answer_corrections,
+    answer_filters,
+    answer_kl,
+    answer_shaping,
+)
 from policygrad.errors import ConfigError
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MODEL = "actor_rollout_ref.model"
 OPTIM = f"{ACTOR}.optim"
-CORRECTION = "algorithm.rollout_correction"
-OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 DEFAULTS = {
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
@@ -90,48 +99,6 @@ DEFAULTS = {
     f"{CORRECTION}.rollout_is_threshold": 2.0,
     f"{CORRECTION}.loss_type": "ppo_clip",
 }
-ESTIMATORS = {  # adv_estimator -> the algorithm here
-    "gae": "ppo",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "remax": "remax",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "opo": "opo",
-    "gpg": "gpg",
-    "gdpo": "gdpo",
-    "optimal_token_baseline": "otb",
-    "tir_optimal_token_baseline": "otb",
-}
-LOSSES = {  # loss_mode with the estimator grpo -> the algorithm here
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-}
-AGGREGATIONS = {
-    "token-mean": "TokenMean",
-    "seq-mean-token-sum": "SequenceSum",
-    "seq-mean-token-mean": "SequenceMean",
-    "seq-mean-token-sum-norm": "FixedLength",
-}
-FORMS = {
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "mse": "k2",
-    "k2": "k2",
-    "k1+": "k2",
-    "kl+": "k2",
-    "k3+": "k2",
-    "low_var_kl+": "k2",
-}
-"""kl_loss_type -> the form here. With + verl takes k2's gradient, whatever is shown."""
-GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline")
 
 
 def read_overrides(words: Sequence[tuple[str, int]]) -> list[Setting]:
@@ -168,258 +135,6 @@ def read_tables(data: Mapping[str, Any]) -> list[Setting]:
     pairs = [(name, value) for name, value in pairs if not (isinstance(value, str) and "${" in value)]
     pairs = [(name, parse_value(value) if isinstance(value, str) else value) for name, value in pairs]
     return [Setting(name, value, f"{name}={value}") for name, value in pairs if value is not None and value != {}]
-
-
-def answer_algorithm(options: Options) -> Iterator[Outcome]:
-    """The algorithm, by its estimator and its loss, with the advantage."""
-    name, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
-    estimator, loss = options.text(name).lower(), options.text(mode).lower()
-    if estimator not in ESTIMATORS:
-        raise ConfigError(
-            f"{name}={estimator} has no equivalent here: known are {', '.join(ESTIMATORS)}. Convert with one of them, and write "
-            "the advantage yourself ([algorithm] advantage)"
-        )
-    base = LOSSES.get(loss, ESTIMATORS[estimator]) if estimator in ("grpo", "gpg") else ESTIMATORS[estimator]
-    sources = (name, mode) if mode in options else (name,)
-    note = "its multi-turn form has no equivalent" if estimator.startswith("tir_") else ""
-    yield Line("algorithm.name", base, sources, note)
-    yield from _answer_advantage(options, estimator)
-    yield from _answer_loss(options, loss)
-
-
-def _answer_advantage(options: Options, estimator: str) -> Iterator[Outcome]:
-    source, std = ("algorithm.adv_estimator",), "algorithm.norm_adv_by_std_in_grpo"
-    if estimator in GROUPS and options.count(f"{ROLLOUT}.n") == 1:
-        note, sources = "of a single completion verl takes the score itself", (*source, f"{ROLLOUT}.n")
-        if estimator == "reinforce_plus_plus_baseline":
-            yield Line("algorithm.advantage.Whiten", None, sources, note)
-        else:
-            yield Line("algorithm.advantage", [], sources, note)
-    elif estimator in ("grpo", "grpo_vectorized"):
-        yield Line("algorithm.advantage.GroupMean", None, source)
-        if options.flag(std):
-            yield Line("algorithm.advantage.GroupStd", None, (std,))
-            yield Line("algorithm.advantage.GroupStd.eps", 1e-6, (std,), "verl's")
-    elif estimator == "gae":
-        for key in ("gamma", "lam"):
-            yield Line(
-                f"algorithm.advantage.GAE.{key}", float(options.number(f"algorithm.{key}")), (f"algorithm.{key}",)
-            )
-            yield Line(f"algorithm.critic.{key}", float(options.number(f"algorithm.{key}")), (f"algorithm.{key}",))
-        yield Line("algorithm.advantage.Whiten", None, source)
-    if estimator not in ("grpo", "grpo_vectorized") and std in options:
-        yield Left(std, f"is for grpo, and the estimator is {estimator}")
-    if estimator != "gae":
-        discount = options.number("algorithm.gamma")
-        for key in ("algorithm.gamma", "algorithm.lam"):
-            if key in options:
-                why = "rewards are not discounted here without a critic" if discount != 1 else f"{estimator} has none"
-                yield Left(key, why)
-
-
-def _answer_loss(options: Options, loss: str) -> Iterator[Outcome]:
-    """Ratio, gate and aggregation."""
-    mode, source = f"{ACTOR}.policy_loss.loss_mode", (f"{ACTOR}.policy_loss.loss_mode",)
-    aggregation = f"{ACTOR}.loss_agg_mode"
-    kind = options.text(aggregation)
-    if loss in ("gspo", "sapo", "geo_mean"):  # verl has these whatever the option says
-        yield Line("algorithm.aggregation", "SequenceMean", source)
-        if aggregation in options:
-            yield Left(aggregation, f"{loss} takes the mean over a completion, then over completions, in verl too")
-    elif kind in AGGREGATIONS:
-        yield Line("algorithm.aggregation", AGGREGATIONS[kind], (aggregation,))
-    else:
-        raise ConfigError(f"{aggregation}={kind} has no equivalent here: known are {', '.join(AGGREGATIONS)}")
-    if loss == "sapo":
-        yield Line("algorithm.ratio", "Token", source)
-        yield Line("algorithm.gate", "SigmoidGate", source)
-        yield Line("algorithm.gate.tau_pos", float(options.number(f"{ACTOR}.tau_pos")), (f"{ACTOR}.tau_pos",))
-        yield Line("algorithm.gate.tau_neg", float(options.number(f"{ACTOR}.tau_neg")), (f"{ACTOR}.tau_neg",))
-        return
-    if loss == "gpg":  # no ratio, also after the first minibatch
-        yield Line("algorithm.ratio", "Token", source)
-        yield Line("algorithm.gate", "UnitWeight", source)
-        return
-    if options.flag(f"{CORRECTION}.bypass_mode") and options.text(f"{CORRECTION}.loss_type") == "reinforce":
-        yield from _answer_reinforce(options)
-        return
-    if loss == "kl_cov":
-        yield Line("algorithm.ratio", "Token", source)
-        yield Line("algorithm.gate", "Importance", source)
-        return
-    yield Line("algorithm.ratio", "Sequence" if loss == "gspo" else "Token", source)
-    yield from _answer_clip(options, loss, mode)
-
-
-def _answer_reinforce(options: Options) -> Iterator[Outcome]:
-    """The loss without a clip: −w·Ψ·log π_θ, w the ratio to the sampler up to a bound."""
-    kind, threshold = f"{CORRECTION}.loss_type", f"{CORRECTION}.rollout_is_threshold"
-    level = options.text(f"{CORRECTION}.rollout_is")
-    yield Line("algorithm.ratio", "SequenceProduct" if level == "sequence" else "Token", (f"{CORRECTION}.rollout_is",))
-    if not level:
-        yield Line("algorithm.gate", "UnitWeight", (kind,))
-        return
-    yield Line("algorithm.gate", "ClippedImportance", (kind,))
-    yield Line("algorithm.gate.low", 0.0, (kind,))
-    yield Line("algorithm.gate.high", float(options.number(threshold)), (threshold,))
-
-
-def _answer_clip(options: Options, loss: str, mode: str) -> Iterator[Outcome]:
-    gates = {"geo_mean": "GeometricMean", "cispo": "ClippedImportance", "clip_cov": "ClipCov"}
-    yield Line("algorithm.gate", gates.get(loss, "Clip"), (mode,))
-    known = ("vanilla", "gspo", *gates)
-    if loss not in known:
-        yield Left(mode, f"{loss} has no equivalent: the clip stands for it")
-    low, high = (options.first(f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio") for side in ("low", "high"))
-    if loss == "clip_cov":
-        own = f"{ACTOR}.policy_loss.clip_cov"
-        for key, name in (("fraction", "ratio"), ("cov_low", "lb"), ("cov_high", "ub")):
-            yield Line(f"algorithm.gate.{key}", float(options.number(f"{own}_{name}")), (f"{own}_{name}",))
-        low, high = (options.first(f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio") for side in ("low", "high"))
-    shift = (1, -1) if loss == "cispo" else (0, 1)  # cispo's bounds are those of the ratio itself
-    bounds = (shift[0] + shift[1] * options.number(low), shift[0] + options.number(high))
-    note = "the bound itself, 1 ± verl's" if loss == "cispo" else ""
-    yield Line("algorithm.gate.low", max(0.0, float(f"{bounds[0]:.12g}")), (low,), note)
-    yield Line("algorithm.gate.high", float(f"{bounds[1]:.12g}"), (high,), note)
-    if f"{ACTOR}.clip_ratio" in options and f"{ACTOR}.clip_ratio" not in (low, high):
-        yield Left(f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high are set")
-    bound = f"{ACTOR}.clip_ratio_c"
-    if loss == "vanilla" or loss not in known:
-        yield Line("algorithm.gate.c", float(options.number(bound)), (bound,))
-    elif bound in options:
-        yield Left(bound, f"{loss} has no dual clip, in verl too")
-
-
-def answer_kl(options: Options) -> Iterator[Outcome]:
-    """The KL in the loss and in the reward, and the entropy."""
-    use, coefficient, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
-    terms = False
-    if options.flag(use):
-        form = FORMS.get(options.text(kind))
-        if form is None:
-            yield Left(
-                kind,
-                "k1 in the loss has an expected gradient of 0, and is refused here: the loss has no KL; k2 has its gradient",
-            )
-        elif options.number(coefficient) > 0:
-            terms = True
-            yield Line("algorithm.terms.KLToReference", None, (use,))
-            yield Line("algorithm.terms.KLToReference.beta", float(options.number(coefficient)), (coefficient,))
-            yield Line("algorithm.terms.KLToReference.form", form, (kind,))
-    entropy = f"{ACTOR}.entropy_coeff"
-    if (eta := options.number(entropy)) != 0:
-        terms = True
-        yield Line("algorithm.terms.ExactEntropy", None, (entropy,))
-        yield Line("algorithm.terms.ExactEntropy.eta", float(eta), (entropy,))
-    if options.text(f"{ACTOR}.policy_loss.loss_mode") == "kl_cov":
-        own = f"{ACTOR}.policy_loss"
-        terms = True
-        yield Line("algorithm.terms.KLCov", None, (f"{own}.loss_mode",))
-        yield Line("algorithm.terms.KLCov.beta", float(options.number(f"{own}.ppo_kl_coef")), (f"{own}.ppo_kl_coef",))
-        yield Line(
-            "algorithm.terms.KLCov.fraction", float(options.number(f"{own}.kl_cov_ratio")), (f"{own}.kl_cov_ratio",)
-        )
-    if not terms:
-        yield Line("algorithm.terms", [], (use, entropy) if entropy in options else (use,))
-    elif entropy in options and eta == 0:
-        yield Left(entropy, "no entropy bonus, as here")
-
-
-def answer_shaping(options: Options) -> Iterator[Outcome]:
-    """What is added to the reward: the KL, the overlong penalty."""
-    use, kl, shaping = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", False
-    if options.flag(use) and options.number(f"{kl}.kl_coef") > 0:
-        shaping = True
-        yield Line("algorithm.shaping.KLInReward", None, (use,))
-        yield Line("algorithm.shaping.KLInReward.beta", float(options.number(f"{kl}.kl_coef")), (f"{kl}.kl_coef",))
-        if options.text("algorithm.adv_estimator") in GROUPS:
-            note = "an estimator of whole completions"
-            yield Line("algorithm.shaping.KLInReward.level", "sequence", ("algorithm.adv_estimator",), note)
-        if options.text(f"{kl}.type") == "adaptive":
-            target = f"{kl}.target_kl"
-            note = "changes by at most 2 % per rollout, as with a horizon of ten rollouts' samples"
-            yield Line(
-                "algorithm.shaping.KLInReward.target", float(options.number(target)), (target, f"{kl}.type"), note
-            )
-        penalty = "algorithm.kl_penalty"
-        if options.text(penalty) not in ("kl", "k1"):
-            yield Left(penalty, "k1 here: other forms in the reward are not the KL's gradient")
-    buffer = OVERLONG if f"{OVERLONG}.enable" in options else "reward_model.overlong_buffer"
-    if options.flag(f"{buffer}.enable"):
-        shaping = True
-        length = options.number(f"{buffer}.len") / options.positive("data.max_response_length")
-        yield Line("algorithm.shaping.SoftOverlong", None, (f"{buffer}.enable",))
-        note = f"a fraction of {options.count('data.max_response_length')} tokens"
-        yield Line("algorithm.shaping.SoftOverlong.cache", float(f"{min(length, 1.0):.6g}"), (f"{buffer}.len",), note)
-        factor = f"{buffer}.penalty_factor"
-        yield Line(
-            "algorithm.shaping.SoftOverlong.scale",
-            float(options.number(factor)) if options.get(factor) is not None else 1.0,
-            (factor,),
-        )
-    if not shaping:
-        yield Line("algorithm.shaping", [], (use,))
-
-
-def answer_filters(options: Options) -> Iterator[Outcome]:
-    """Dynamic sampling."""
-    name = "algorithm.filter_groups"
-    if options.text("algorithm.adv_estimator") == "gpg":
-        note = "1/(1 − the fraction of equal groups), the paper's; verl multiplies by completions / those with a score"
-        yield Line("algorithm.filters.DropZeroVariance", None, ("algorithm.adv_estimator",), note)
-        yield Line("algorithm.filters.DropZeroVariance.mode", "reweight", ("algorithm.adv_estimator",))
-        return
-    if options.flag(f"{name}.enable") and options.count(f"{ROLLOUT}.n") == 1:
-        yield Left(f"{name}.enable", "a single completion per prompt has nothing to be compared with")
-        yield Line("algorithm.filters", [], (f"{name}.enable",))
-        return
-    if not options.flag(f"{name}.enable"):
-        yield Line("algorithm.filters", [], (f"{name}.enable",) if f"{name}.enable" in options else ())
-        return
-    yield Line("algorithm.filters.DropZeroVariance", None, (f"{name}.enable",), "by the scores, whatever the metric")
-    if f"{name}.metric" in options:
-        yield Left(f"{name}.metric", "groups are filtered by the task's scores, before any shaping")
-    rounds = f"{name}.max_num_gen_batches"
-    if rounds in options and options.count(rounds) > 0:
-        yield Line("algorithm.filters.DropZeroVariance.max_rounds", options.count(rounds), (rounds,))
-
-
-def answer_corrections(options: Options) -> Iterator[Outcome]:
-    """Weights for the difference between engine and learner."""
-    ratio, rejection = options.text(f"{CORRECTION}.rollout_is"), options.text(f"{CORRECTION}.rollout_rs")
-    bypass = options.flag(f"{CORRECTION}.bypass_mode")
-    parts, normalize = 0, f"{CORRECTION}.rollout_is_batch_normalize"
-    if normalize in options and options.flag(normalize):
-        yield Left(normalize, "weights are not normalised to a mean of 1")
-    if bypass:  # π_old is the sampler's policy, and nothing is left to correct
-        yield Line("algorithm.old_policy", "sampler", (f"{CORRECTION}.bypass_mode",))
-        yield Line("algorithm.corrections", [], (f"{CORRECTION}.bypass_mode",))
-        if rejection not in ("", "null"):
-            yield Left(
-                f"{CORRECTION}.rollout_rs",
-                "with the sampler's log-probabilities as π_old the gate bounds the ratio; none is rejected",
-            )
-        return
-    if ratio in ("token", "sequence"):
-        threshold = f"{CORRECTION}.rollout_is_threshold"
-        parts += 1
-        yield Line("algorithm.corrections.TruncatedIS", None, (f"{CORRECTION}.rollout_is",))
-        yield Line("algorithm.corrections.TruncatedIS.cap", float(options.number(threshold)), (threshold,))
-        yield Line("algorithm.corrections.TruncatedIS.level", ratio, (f"{CORRECTION}.rollout_is",))
-    kinds = {"token_k1": "token", "seq_sum_k1": "sequence"}
-    bounds = re.fullmatch(r"([\d.]+)_([\d.]+)", options.text(f"{CORRECTION}.rollout_rs_threshold").partition(",")[0])
-    kind = kinds.get(rejection.partition(",")[0])
-    if kind and bounds:
-        parts += 1
-        note = "of several, the first" if "," in rejection else ""
-        yield Line("algorithm.corrections.MaskedIS", None, (f"{CORRECTION}.rollout_rs",), note)
-        yield Line("algorithm.corrections.MaskedIS.low", float(bounds[1]), (f"{CORRECTION}.rollout_rs_threshold",))
-        yield Line("algorithm.corrections.MaskedIS.high", float(bounds[2]), (f"{CORRECTION}.rollout_rs_threshold",))
-        yield Line("algorithm.corrections.MaskedIS.level", kind, (f"{CORRECTION}.rollout_rs",))
-    elif rejection:
-        yield Left(f"{CORRECTION}.rollout_rs", f"of verl's rejections only {' and '.join(kinds)} have an equivalent")
-    if not parts:
-        yield Line("algorithm.corrections", [], ())
 
 
 def answer_batches(options: Options) -> Iterator[Outcome]:
@@ -479,9 +194,9 @@ def _answer_warmup(options: Options, length: int | None, updates: int) -> Iterat
 def answer_optimizer(options: Options) -> Iterator[Outcome]:
     """Clipping, decay and betas, which differ from those here."""
     clip = options.first(f"{ACTOR}.grad_clip", f"{OPTIM}.clip_grad")
-    yield Line("lr", float(options.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
-    yield Line("optimizer.clip", float(options.number(clip)), (clip,))
-    yield Line("optimizer.weight_decay", float(options.number(f"{OPTIM}.weight_decay")), (f"{OPTIM}.weight_decay",))
+    yield options.number_line("lr", f"{OPTIM}.lr")
+    yield options.number_line("optimizer.clip", clip)
+    yield options.number_line("optimizer.weight_decay", f"{OPTIM}.weight_decay")
     yield Line("optimizer.betas", [*options.pair(f"{OPTIM}.betas")], (f"{OPTIM}.betas",))
 
 
@@ -503,9 +218,9 @@ def answer_critic(options: Options) -> Iterator[Outcome]:
         for name in critic:
             yield Left(name, f"{options.text('algorithm.adv_estimator')} has no critic")
         return
-    yield Line("algorithm.critic.lr", float(options.number("critic.optim.lr")), ("critic.optim.lr",))
+    yield options.number_line("algorithm.critic.lr", "critic.optim.lr")
     clip = "critic.cliprange_value"
-    yield Line("algorithm.critic.clip", float(options.number(clip)), (clip,))
+    yield options.number_line("algorithm.critic.clip", clip)
     if "trainer.critic_warmup" in options:
         pretrain = options.count("trainer.critic_warmup")
         note = "at most; ends once the critic explains enough variance"
@@ -564,7 +279,7 @@ def answer_engine(options: Options) -> Iterator[Outcome]:
         else:
             yield Line("sampler.engine", engine, (name,))
         if memory in options:
-            yield Line("sampler.gpu_memory", float(options.number(memory)), (memory,))
+            yield options.number_line("sampler.gpu_memory", memory)
         if options.flag(f"{ROLLOUT}.free_cache_engine"):
             yield Line("sampler.colocate", True, (f"{ROLLOUT}.free_cache_engine",))
     elif name in options:
@@ -573,7 +288,7 @@ def answer_engine(options: Options) -> Iterator[Outcome]:
             f"{engine} is not an engine here (vllm, sglang, llama_cpp): completions are sampled in the run's process",
         )
     tokens = options.first(f"{ROLLOUT}.response_length", "data.max_response_length")
-    yield Line("sampling.max_tokens", options.count(tokens), (tokens,))
+    yield options.count_line("sampling.max_tokens", tokens)
     if (top_k := options.count(f"{ROLLOUT}.top_k")) > 0:
         yield Line("sampling.top_k", top_k, (f"{ROLLOUT}.top_k",))
     elif f"{ROLLOUT}.top_k" in options:
@@ -593,7 +308,7 @@ def answer_evaluation(options: Options) -> Iterator[Outcome]:
     sources = (f"{own}.temperature", f"{own}.do_sample") if sampled else (f"{own}.do_sample",)
     yield Line("evaluation.temperature", temperature, sources, "" if sampled else "greedy")
     if f"{own}.top_p" in options:
-        yield Line("evaluation.top_p", float(options.number(f"{own}.top_p")), (f"{own}.top_p",))
+        yield options.number_line("evaluation.top_p", f"{own}.top_p")
     if f"{own}.top_k" in options:
         yield Line("evaluation.top_k", max(0, options.count(f"{own}.top_k")), (f"{own}.top_k",))
     every, save = "trainer.test_freq", "trainer.save_freq"
@@ -604,7 +319,7 @@ def answer_evaluation(options: Options) -> Iterator[Outcome]:
         "" if options.count(every) > 0 else "before and after only",
     )
     if options.count(save) > 0:
-        yield Line("checkpoint.every", options.count(save), (save,))
+        yield options.count_line("checkpoint.every", save)
     elif save in options:
         yield Left(save, "a checkpoint is written in any case, at the end and every checkpoint.every steps")
     if "trainer.val_before_train" in options:
@@ -642,90 +357,79 @@ def answer_adapters(options: Options) -> Iterator[Outcome]:
     yield Line("learner.lora", text, tuple(sources))
 
 
-VERL = Library(
-    "verl",
-    DEFAULTS,
-    (
-        Rule(
-            (
-                *("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam"),
-                *(f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.clip_ratio*"),
-                *(f"{ACTOR}.tau_*", f"{ACTOR}.policy_loss.clip_cov_*"),
-            ),
-            answer_algorithm,
-        ),
-        Rule(
-            (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_*", f"{ACTOR}.entropy_coeff", f"{ACTOR}.policy_loss.*kl_*"),
-            answer_kl,
-        ),
-        Rule(
-            (
-                "algorithm.use_kl_in_reward",
-                "algorithm.kl_ctrl.*",
-                "algorithm.kl_penalty",
-                f"{OVERLONG}.[elp]*",
-                "reward_model.overlong_buffer.*",
-            ),
-            answer_shaping,
-        ),
-        Rule(
-            tuple(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
-            answer_filters,
-        ),
-        Rule(
-            (
-                *(
-                    f"{CORRECTION}.rollout_{name}"
-                    for name in ("is", "is_threshold", "is_batch_normalize", "rs", "rs_threshold")
-                ),
-                *(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"),
-            ),
-            answer_corrections,
-        ),
-        Rule(
-            (
-                *("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ROLLOUT}.n"),
-                *("trainer.total_training_steps", "trainer.total_epochs", f"{OPTIM}.lr_*", f"{OPTIM}.warmup_style"),
-                *(f"{OPTIM}.min_lr_ratio", f"{OPTIM}.num_cycles", f"{OPTIM}.total_training_steps"),
-            ),
-            answer_batches,
-        ),
-        Rule(
-            (f"{OPTIM}.lr", f"{OPTIM}.weight_decay", f"{OPTIM}.betas", f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip"),
-            answer_optimizer,
-        ),
-        Rule(("critic.*", "trainer.critic_warmup"), answer_critic),
-        Rule(
-            (
-                *("data.train_files", "data.val_files", "custom_reward_function.*", "reward_model.enable"),
-                *("reward_model.reward_manager", "reward_model.model.*", "reward_model.rollout.*"),
-                *("reward_model.micro_batch_size*", "reward_model.num_workers"),
-            ),
-            answer_data,
-        ),
-        Rule(
-            (
-                *(
-                    f"{ROLLOUT}.name",
-                    f"{ROLLOUT}.gpu_memory_utilization",
-                    f"{ROLLOUT}.free_cache_engine",
-                    f"{ROLLOUT}.top_k",
-                ),
-                *(
-                    "trainer.nnodes",
-                    "trainer.n_gpus_per_node",
-                    "data.max_response_length",
-                    f"{ROLLOUT}.response_length",
-                ),
-            ),
-            answer_engine,
-        ),
-        Rule(
-            (f"{ROLLOUT}.val_kwargs.*", "trainer.test_freq", "trainer.save_freq", "trainer.val_before_train"),
-            answer_evaluation,
-        ),
-        Rule(("trainer.logger",), answer_tracking),
-        Rule((IMPLIED,), answer_program),
-        Rule((f"{MODEL}.lora*", f"{MODEL}.target_modules"), answer_adapters),
+RULES = (
+    Rule(
+        "algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo algorithm.gamma algorithm.lam "
+        "actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.loss_agg_mode "
+        "actor_rollout_ref.actor.clip_ratio* actor_rollout_ref.actor.tau_* "
+        "actor_rollout_ref.actor.policy_loss.clip_cov_*",
+        answer_algorithm,
+    ),
+    Rule(
+        "actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_* "
+        "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.policy_loss.*kl_*",
+        answer_kl,
+    ),
+    Rule(
+        "algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty "
+        "reward_model.reward_kwargs.overlong_buffer_cfg.[elp]* reward_model.overlong_buffer.*",
+        answer_shaping,
+    ),
+    Rule(
+        "algorithm.filter_groups.enable algorithm.filter_groups.metric algorithm.filter_groups.max_num_gen_batches",
+        answer_filters,
+    ),
+    Rule(
+        "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold "
+        "algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.rollout_rs "
+        "algorithm.rollout_correction.rollout_rs_threshold algorithm.rollout_correction.bypass_mode "
+        "algorithm.rollout_correction.loss_type",
+        answer_corrections,
+    ),
+    Rule(
+        "data.train_batch_size actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_epochs "
+        "actor_rollout_ref.rollout.n trainer.total_training_steps trainer.total_epochs "
+        "actor_rollout_ref.actor.optim.lr_* actor_rollout_ref.actor.optim.warmup_style "
+        "actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.actor.optim.num_cycles "
+        "actor_rollout_ref.actor.optim.total_training_steps",
+        answer_batches,
+    ),
+    Rule(
+        "actor_rollout_ref.actor.optim.lr actor_rollout_ref.actor.optim.weight_decay "
+        "actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.clip_grad "
+        "actor_rollout_ref.actor.grad_clip",
+        answer_optimizer,
+    ),
+    Rule(
+        "critic.* trainer.critic_warmup",
+        answer_critic,
+    ),
+    Rule(
+        "data.train_files data.val_files custom_reward_function.* reward_model.enable reward_model.reward_manager "
+        "reward_model.model.* reward_model.rollout.* reward_model.micro_batch_size* reward_model.num_workers",
+        answer_data,
+    ),
+    Rule(
+        "actor_rollout_ref.rollout.name actor_rollout_ref.rollout.gpu_memory_utilization "
+        "actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.top_k trainer.nnodes "
+        "trainer.n_gpus_per_node data.max_response_length actor_rollout_ref.rollout.response_length",
+        answer_engine,
+    ),
+    Rule(
+        "actor_rollout_ref.rollout.val_kwargs.* trainer.test_freq trainer.save_freq trainer.val_before_train",
+        answer_evaluation,
+    ),
+    Rule(
+        "trainer.logger",
+        answer_tracking,
+    ),
+    Rule(
+        "trainer",
+        answer_program,
+    ),
+    Rule(
+        "actor_rollout_ref.model.lora* actor_rollout_ref.model.target_modules",
+        answer_adapters,
     ),
 )
+VERL = Library("verl", DEFAULTS, RULES)
