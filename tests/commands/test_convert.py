@@ -214,6 +214,18 @@ def test_estimators_and_losses_of_verl(overrides: str, argv: str) -> None:
     same(run.algorithm, argv)
 
 
+def test_a_program_of_its_own_is_named() -> None:
+    for program, says in (
+        ("recipe.mine.main_mine", "recipe.mine.main_mine has code of its own beside verl's"),
+        ("verl.experimental.one_step_off_policy.main_ppo", "--max-staleness 1 is one step ahead"),
+    ):
+        _, text = convert_words("python3", "-m", program, "algorithm.adv_estimator=grpo")
+        assert says in " ".join(text.split("\n## ")).replace("##   ", "")
+    _, text = convert_words("python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo")
+    assert "code of its own" not in text
+    assert "\n# task =  # to complete, as said above\n# steps =  #" in text
+
+
 def test_one_completion_per_prompt_is_scored_without_a_baseline_as_verl_does() -> None:
     run, _ = convert_words("algorithm.adv_estimator=grpo", "data.train_files=a.parquet")
     assert run.samples_per_prompt == 1
@@ -248,6 +260,10 @@ def test_a_toml_of_prime_rl(tmp_path: Path) -> None:
     assert (
         "prompts_per_step = 8  # orchestrator.batch_size = 128, orchestrator.group_size = 16 – 128 completions\n"
         in text
+    )
+    path = str(tmp_path / "rl.toml")
+    assert convert_words("uv", "run", "rl", "@", path, "--orchestrator.batch-size", "64")[0] == replace(
+        run, prompts_per_step=4
     )
     alone = "batch_size = 8\ngroup_size = 4\nmax_steps = 3\n[train.sampling]\nmax_completion_tokens = 9\n"
     run, _ = convert(alone, tmp_path, "orchestrator.toml")

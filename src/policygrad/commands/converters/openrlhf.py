@@ -473,6 +473,11 @@ def answer_machines(options: Options) -> Iterator[Outcome]:
             yield options.number_line("sampler.gpu_memory", memory)
         if colocated and not is_async:
             yield Line("sampler.colocate", True, tuple(colocated))
+    rows = "rollout.micro_batch_size"
+    if options.get(engines) and rows in options:
+        yield Left(rows, "the engine batches its requests: sampler.max_concurrency")
+    elif rows in options:
+        yield options.count_line("sampling.decode_rows", rows)
     if is_async:
         queue = "train.async_queue_size"
         ahead = options.count(queue) if queue in options else 1
@@ -561,7 +566,7 @@ RULES = (
         answer_data,
     ),
     Rule(
-        "rollout.max_new_tokens data.max_len vllm.num_engines vllm.gpu_memory_utilization vllm.enable_sleep "
+        "rollout.max_new_tokens rollout.micro_batch_size data.max_len vllm.num_engines vllm.gpu_memory_utilization vllm.enable_sleep "
         "train.colocate_all train.async_* actor.num_* ds.param_dtype ds.lora.* ds.load_in_4bit ds.adam_offload "
         "actor.gradient_checkpointing_enable actor.freeze_visual_encoder",
         answer_machines,

@@ -113,16 +113,12 @@ def _find_sources(command: Sequence[Word], origin: str) -> Iterator[Source]:
         elif word in ("rl", "trainer", "orchestrator", "inference") and rest and rest[0].text == "@":
             path = Path(rest[1].text) if len(rest) > 1 else Path()
             source = read_file(path)[0]
-            yield source._replace(settings=[*source.settings, *_name_overrides(read_flags(rest[2:]))])
+            yield source._replace(settings=[*source.settings, *read_flags(rest[2:])])
         elif (trainer := _find_trl(command, i)) is not None:
             yield _read_trl_command(trainer, command[:i], rest, where)
         else:
             continue
         return
-
-
-def _name_overrides(settings: Sequence[Setting]) -> list[Setting]:
-    return [setting._replace(text=f"--{setting.text.lstrip('-')}") for setting in settings]
 
 
 def _find_trl(command: Sequence[Word], i: int) -> str | None:

@@ -43,7 +43,7 @@ def format_conversion(done: Conversion, origin: str) -> str:
         out += ["##", "## What only you know:"]
         for need in done.needs:
             out += _comment(need.text, "## - ")
-    tables = dict.fromkeys(_find_table(line.key) for line in lines)
+    tables = dict.fromkeys(("", *(_find_table(line.key) for line in lines)))
     for table in sorted(tables, key=lambda name: ["", *_TABLES, name].index(name)):
         if table == "algorithm":
             continue
@@ -52,6 +52,7 @@ def format_conversion(done: Conversion, origin: str) -> str:
         entries.sort(key=lambda line: _FIRST.index(line.key) if line.key in _FIRST else len(_FIRST))
         for line in entries:
             out += _write_line(done, line, line.key.rpartition(".")[2], line.value)
+        out += _write_open(done, lines) if not table else []
     out += _write_algorithm(done, [line for line in lines if line.key.startswith("algorithm.")])
     out += _write_left(done, left)
     return "\n".join(out) + "\n"
@@ -91,6 +92,14 @@ def _merge(done: Conversion) -> tuple[list[Line], list[Left]]:
         else:
             left += [Left(name, f"{line.key} is made of {', '.join(first.sources)}") for name in line.sources]
     return list(lines.values()), left
+
+
+def _write_open(done: Conversion, lines: Sequence[Line]) -> Iterator[str]:
+    """Yield a comment for each of the first keys that has no line, and that only the user knows."""
+    keys = {line.key for line in lines}
+    for key in _FIRST:
+        if key not in keys and any(re.match(rf"{key}\b", need.text) for need in done.needs):
+            yield f"# {key} =  # to complete, as said above"
 
 
 def _find_table(key: str) -> str:
