@@ -220,10 +220,10 @@ def test_a_program_of_its_own_is_named() -> None:
         ("verl.experimental.one_step_off_policy.main_ppo", "--max-staleness 1 is one step ahead"),
     ):
         _, text = convert_words("python3", "-m", program, "algorithm.adv_estimator=grpo")
-        assert says in " ".join(text.split("\n## ")).replace("##   ", "")
+        assert says in re.sub(r"\n##\s+", " ", text)
     _, text = convert_words("python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo")
     assert "code of its own" not in text
-    assert "\n# task =  # to complete, as said above\n# steps =  #" in text
+    assert "\n# model =  # to complete, as said above\n# task =  # to complete, as said above\n# steps =  #" in text
 
 
 def test_one_completion_per_prompt_is_scored_without_a_baseline_as_verl_does() -> None:

@@ -457,6 +457,8 @@ def _find_length(options: Options) -> tuple[str, int]:
 
 def answer_machines(options: Options) -> Iterator[Outcome]:
     """Lengths, engines and machines."""
+    if "actor.model_name_or_path" not in options:
+        yield Need("model: none is named")
     name, length = _find_length(options)
     yield Line(
         "sampling.max_tokens", length, (name,), "there with the prompt's tokens" if name == "data.max_len" else ""
@@ -566,8 +568,8 @@ RULES = (
         answer_data,
     ),
     Rule(
-        "rollout.max_new_tokens rollout.micro_batch_size data.max_len vllm.num_engines vllm.gpu_memory_utilization vllm.enable_sleep "
-        "train.colocate_all train.async_* actor.num_* ds.param_dtype ds.lora.* ds.load_in_4bit ds.adam_offload "
+        "rollout.max_new_tokens rollout.micro_batch_size data.max_len vllm.num_engines vllm.gpu_memory_utilization "
+        "vllm.enable_sleep train.colocate_all train.async_* actor.num_* ds.param_dtype ds.lora.* ds.load_in_4bit ds.adam_offload "
         "actor.gradient_checkpointing_enable actor.freeze_visual_encoder",
         answer_machines,
     ),

@@ -239,6 +239,8 @@ def answer_data(options: Options) -> Iterator[Outcome]:
         if files:
             note = "drawn from equally often; weights: 0.7*a+0.3*b" if len(files) > 1 else ""
             yield Line(key, "+".join(files), (name,), note)
+    if f"{MODEL}.path" not in options:
+        yield Need("model: none is named")
     if "data.train_files" not in options:
         yield Need('task: verl\'s own is ~/data/rlhf/gsm8k/train.parquet; a dataset of the hub is task = "hf:NAME"')
     path, function = "custom_reward_function.path", "custom_reward_function.name"
