@@ -423,12 +423,14 @@ def test_what_is_no_file_or_no_command(run_command: Any, tmp_path: Path) -> None
 def test_a_variable_that_nothing_sets_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BATCH", raising=False)
     monkeypatch.delenv("MODEL", raising=False)
-    options = "algorithm.adv_estimator=grpo data.train_batch_size=$BATCH actor_rollout_ref.model.path=$MODEL"
+    monkeypatch.delenv("D", raising=False)
+    options = "algorithm.adv_estimator=grpo data.train_batch_size=$BATCH actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$D"
     script = f"python3 -m verl.trainer.main_ppo {options}\n"
     run, text = convert(script, tmp_path)
     assert "data.train_batch_size=$BATCH: nothing sets BATCH; BATCH=… before `policygrad convert` does" in text
     assert "actor_rollout_ref.model.path=$MODEL: nothing sets MODEL" in text
-    assert (run.prompts_per_step, run.model) == (1024, "$MODEL")
+    assert (run.prompts_per_step, run.model, run.output) == (1024, "$MODEL", None)
+    assert '# output = "$D"  # trainer.default_local_dir=$D' in text
     monkeypatch.setenv("BATCH", "64")
     assert convert(script, tmp_path)[0].prompts_per_step == 64
 

@@ -171,9 +171,8 @@ def _read_python(path: Path, text: str) -> Iterator[Source]:
         yield Source(trl.make_library(str(in_code[0].value)), in_code, str(path))
     for source in commands if in_code else ():
         given = trl.read_script(text, source.settings)
-        known = {*load_foreign_options()[0]["TRL"]}
-        own = [setting for setting in source.settings if setting.name in known or setting.name == trl.PROCESSES]
-        yield source._replace(settings=[*given, *own])
+        own = trl.read_own_arguments(tree)  # which the code passes on
+        yield source._replace(settings=[*given, *(setting for setting in source.settings if setting.name not in own)])
 
 
 def _drop_prose(text: str, first: int) -> str:

@@ -28,6 +28,8 @@ _FIRST = (
     "samples_per_prompt",
     "lr",
 )
+_LOUD = ("model", "task", "eval_data", "reward")
+"""Keys that are written with a variable that nothing sets, so that the run ends with an error instead of beginning without them."""
 _TABLES = ("sampling", "sampler", "learner", "optimizer", "evaluation", "checkpoint")
 
 
@@ -109,6 +111,8 @@ def _find_table(key: str) -> str:
 
 def _write_line(done: Conversion, line: Line, key: str, value: Any) -> Iterator[str]:
     text = f"{key} = {format_value(value)}"
+    if "$" in text and key not in _LOUD:
+        text = f"# {text}"
     comment = " – ".join(part for part in (done.cite(line.sources), line.note) if part).replace("\n", " ")
     if not comment:
         yield text

@@ -155,14 +155,8 @@ def read_script(text: str, given: list[Setting] | None = None) -> list[Setting]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: not Python: {error.msg}") from error
-    defaults = {setting.name: setting.value for setting in given or ()}
+    defaults = {**read_own_arguments(tree), **{setting.name: setting.value for setting in given or ()}}
     calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
-    for call in calls:
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument" and call.args:
-            name = ast.unparse(call.args[0]).strip("'\"").lstrip("-").replace("-", "_")
-            value = next((word.value for word in call.keywords if word.arg == "default"), None)
-            if value is not None:
-                defaults.setdefault(name, _read_literal(value, tree))
     for call in calls:
         name = ast.unparse(call.func).rpartition(".")[2]
         if not name.endswith("Config") or not re.match(r"(Async)?GRPO|RLOO|PPO|SDPO|SDFT|Distillation", name):
@@ -175,6 +169,17 @@ def read_script(text: str, given: list[Setting] | None = None) -> list[Setting]:
                 settings.append(Setting(word.arg, value, f"{word.arg}={ast.unparse(word.value)}", word.value.lineno))
         return settings
     return []
+
+
+def read_own_arguments(tree: ast.Module) -> dict[str, Any]:
+    """Return the options that a script adds to its command line, with their defaults."""
+    arguments = {}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".add_argument") and call.args:
+            name = ast.unparse(call.args[0]).strip("'\"").lstrip("-").replace("-", "_")
+            value = next((word.value for word in call.keywords if word.arg == "default"), None)
+            arguments[name] = None if value is None else _read_literal(value, tree)
+    return arguments
 
 
 def _read_argument(node: ast.expr, defaults: Mapping[str, Any], tree: ast.Module) -> Any:
