@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,18 +109,27 @@ def conversions_block() -> str:
         "left out, with a reason",
         "unknown",
     )
-    rows, failures = [], []
+    rows, failures = [], dict[str, list[str]]()
     for name, row in results["libraries"].items():
         counts = [f"{row[key]:,}" for key in ("files", "converted", "options", "translated", "left_out", "unknown")]
         rows.append((name, f"{row['commit']}, {row['day']}", *counts))
-        failures += [f"- {name}, `{item['file']}`: {item['error'].partition(': ')[2]}" for item in row["failed"]]
+        for item in row["failed"]:
+            failures.setdefault(item["error"].partition(": ")[2], []).append(f"`{item['file']}` of {name}")
     about = (
-        f"Every example of a policy gradient in the repositories, converted on {results['date']} with `python "
-        "scripts/convert_examples.py verl=FOLDER …`. A file counts as converted if a run was "
-        "built from each command in it; an option counts as translated if a line is made of it, or if the file asks you for it."
+        f"Every example of a policy gradient in these repositories, converted on {results['date']} with `python "
+        "scripts/convert_examples.py verl=FOLDER …`. The last two are collections that use verl and TRL. A file counts as converted if "
+        "a run was built from each command in it; an option counts as translated if a line is made of it, or if the file asks you for it."
     )
-    missing = "Not converted:\n\n" + "\n".join(failures) if failures else "All were converted."
-    return f"{about}\n\n{table(head, rows)}\n\n{missing}"
+    missing = [
+        textwrap.fill(f"- {', '.join(names)}: {reason}", 140, subsequent_indent="  ")
+        for reason, names in failures.items()
+    ]
+    sections = (
+        textwrap.fill(about, 140),
+        table(head, rows),
+        *(("Not converted:", "\n".join(missing)) if missing else ()),
+    )
+    return "\n\n".join(sections)
 
 
 def supervised_options_block() -> str:

@@ -424,7 +424,8 @@ def test_a_variable_that_nothing_sets_is_asked_for(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("BATCH", raising=False)
     monkeypatch.delenv("MODEL", raising=False)
     monkeypatch.delenv("D", raising=False)
-    options = "algorithm.adv_estimator=grpo data.train_batch_size=$BATCH actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$D"
+    paths = "actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$D"
+    options = f"algorithm.adv_estimator=grpo data.train_batch_size=$BATCH {paths}"
     script = f"python3 -m verl.trainer.main_ppo {options}\n"
     run, text = convert(script, tmp_path)
     assert "data.train_batch_size=$BATCH: nothing sets BATCH; BATCH=… before `policygrad convert` does" in text
