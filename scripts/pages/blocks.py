@@ -117,8 +117,9 @@ def conversions_block() -> str:
             failures.setdefault(item["error"].partition(": ")[2], []).append(f"`{item['file']}` of {name}")
     about = (
         f"Every example of a policy gradient in these repositories, converted on {results['date']} with `python "
-        "scripts/convert_examples.py verl=FOLDER …`. The last two are collections that use verl and TRL. A file counts as converted if "
-        "a run was built from each command in it; an option counts as translated if a line is made of it, or if the file asks you for it."
+        "scripts/convert_examples.py verl=FOLDER …`. The last two are collections that use verl and TRL. A file counts as "
+        "converted if a run was built from each command in it; an option counts as translated if a line is made of it, or if the "
+        "file asks you for it."
     )
     missing = [
         textwrap.fill(f"- {', '.join(names)}: {reason}", 140, subsequent_indent="  ")

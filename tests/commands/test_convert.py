@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -470,6 +472,24 @@ def test_what_is_written_trains(library: str, run_command: Any, tmp_path: Path) 
     code, _, err = run_command("train", "--config", str(path), *SMALL.split(), "--output", str(tmp_path / "run"))
     assert code == 0, err
     assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.full
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
+    """With a few characters gone or put in, a file is an error with a remedy or still a run: nothing else is raised."""
+    random, pieces = Random(0), [*"'\"\\${}()[]=#;|&<>\n\t~`\x1f\x7f", "$((", "EOF", "if [ ", "nan", "1e999", "-1"]
+    read = 0
+    for _ in range(1500):
+        name, text = random.choice([*CASES.values(), ("verl.yaml", VERL_YAML), ("mine.py", TRL_SCRIPT)])
+        for _ in range(random.randint(1, 5)):
+            i = random.randrange(len(text) + 1)
+            text = (
+                text[:i] + (random.choice(pieces) if random.random() < 0.5 else "") + text[i + random.randint(0, 9) :]
+            )
+        with contextlib.suppress(ConfigError):
+            convert(text, tmp_path, name)
+            read += 1
+    assert read > 100
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def reject_foreign_options(
         raise ConfigError(messages[0])
     are_foreign = all(libraries for *_, answers in matches for libraries in answers.values())
     title = "options of other libraries" if are_foreign else "options that have another name here"
-    raise ConfigError(f"{title}:\n  " + "\n  ".join(messages))
+    hint = "\n`policygrad convert COMMAND` writes a run.toml from all of them" if are_foreign and not supervised else ""
+    raise ConfigError(f"{title}:\n  " + "\n  ".join(messages) + hint)
 
 
 def look_up_option(name: str, supervised: bool = False) -> dict[Equivalent, list[str]]:

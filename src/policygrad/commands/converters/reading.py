@@ -198,7 +198,7 @@ def _read_toml(path: Path, text: str) -> Source:
         raise ConfigError("it is a run.toml already: policygrad train --config FILE reads it")
     if not prime_rl.is_prime_rl([*data]):
         raise ConfigError(
-            f"its tables, {', '.join(data)[:80] or 'none'}, are not prime-rl's, which has trainer, orchestrator and inference"
+            f"its tables, {', '.join(map(str, data))[:80] or 'none'}, are not prime-rl's (trainer, orchestrator, inference)"
         )
     if "orchestrator" not in data and "data" in data:
         raise ConfigError("it trains on demonstrations: policygrad sft --data FILE does")
@@ -219,7 +219,7 @@ def _read_yaml(path: Path, text: str) -> Source | None:
         if any(isinstance(value, str) and "\n" in value for value in data.values()):
             return None
         raise ConfigError(
-            f"its keys, {', '.join(data)[:80] or 'none'}, are neither verl's (actor_rollout_ref, algorithm, data) nor TRL's"
+            f"its keys, {', '.join(map(str, data))[:80] or 'none'}, are neither verl's (actor_rollout_ref, data, …) nor TRL's"
         )
     return Source(trl.make_library(_guess_trainer(names, str(path))), _number_lines(settings, text), str(path))
 

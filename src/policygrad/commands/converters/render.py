@@ -113,7 +113,7 @@ def _write_line(done: Conversion, line: Line, key: str, value: Any) -> Iterator[
     text = f"{key} = {format_value(value)}"
     if "$" in text and key not in _LOUD:
         text = f"# {text}"
-    comment = " – ".join(part for part in (done.cite(line.sources), line.note) if part).replace("\n", " ")
+    comment = _drop_controls(" – ".join(part for part in (done.cite(line.sources), line.note) if part))
     if not comment:
         yield text
     elif len(text) + len(comment) + 4 <= WIDTH:
@@ -175,13 +175,18 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else str(value)
+
+
+def _drop_controls(text: str) -> str:
+    """Return a text for a comment, which holds no end of a line and no control character."""
+    return re.sub(r"[\x00-\x1f\x7f]+", " ", text)
 
 
 def _comment(text: str, start: str) -> Iterable[str]:
     indent = "#" * start.count("#") + " " * (len(start) - start.count("#"))
     return textwrap.wrap(
-        text.replace("\n", " "),
+        _drop_controls(text),
         WIDTH,
         initial_indent=start,
         subsequent_indent=indent,

@@ -31,6 +31,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
+_LARGEST = 2**63
+_LONGEST = 1_000_000  # characters of a variable
 CONTINUED = "\x1f"
 """Stands for a backslash and the end of its line: a space that counts as a line, and ends no command of a quoted script."""
 
@@ -173,6 +175,8 @@ def _read_line(script: _Script, text: str, line: int, commands: list[list[Word]]
         return
     while words and (found := re.match(r"([A-Za-z_]\w*)(\+?)=(?!=)", words[0].text)) is not None:
         value = words.pop(0).text[found.end() :]
+        if len(value) > _LONGEST:
+            raise ConfigError(f"line {line}: {found[1]} has more than {_LONGEST} characters: shorten it")
         script.variables[found[1]] = script.variables.get(found[1], "") + value if found[2] else value
         if words and words[0].text == ";":
             words.pop(0)
@@ -279,6 +283,8 @@ def _read_quoted(text: str, i: int, line: int) -> tuple[str, int]:
         if quote == '"' and text[j] == "\\" and text[j + 1 : j + 2] in ('"', "\\", "`", "$", "\n"):
             j += 1
             inside.append("\\$" if text[j] == "$" else "" if text[j] == "\n" else text[j])
+        elif text[j] == CONTINUED:  # between double quotes nothing is left of it
+            inside.append("" if quote == '"' else "\\\n")
         elif quote == '"' and text.startswith(("${", "$("), j):
             raw, end = _read_expansion(text, j)
             inside.append(raw)
@@ -354,7 +360,7 @@ def _calculate(script: _Script, text: str) -> str:
     filled = re.sub(r"\b[A-Za-z_]\w*\b", lambda found: script.variables.get(found[0], "?"), filled)
     try:
         return str(_evaluate(ast.parse(filled.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError):
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
         names = re.findall(r"[A-Za-z_]\w*", text)
         missing = next((name for name in names if not script.variables.get(name, "").lstrip("-").isdigit()), "NAME")
         return f"${missing}"
@@ -366,5 +372,8 @@ def _evaluate(node: ast.expr) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if max(abs(left), abs(right)) > _LARGEST or (isinstance(node.op, ast.Pow) and not 0 <= right <= 64):
+            raise ValueError("larger than a shell's numbers")
+        return _OPERATORS[type(node.op)](left, right)
     raise ValueError("not a sum of whole numbers")
