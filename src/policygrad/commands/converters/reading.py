@@ -156,21 +156,18 @@ def _read_config(path: Path) -> str:
 
 def _read_python(path: Path, text: str) -> Iterator[Source]:
     """Yield a script of TRL with what its code gives; commands in its first text add their options."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(f"line {error.lineno}: not Python: {error.msg}") from error
+    tree = trl.parse_script(text)
     texts = [node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     commands: list[Source] = []
     for node in texts:
         for command in read_commands(_drop_prose(str(node.value), node.lineno)):
             commands += [source for source in _find_sources(command, str(path)) if source.library.name == "TRL"]
-    if not (in_code := trl.read_script(text)):
+    if not (in_code := trl.read_script(tree)):
         yield from commands
     elif not commands:
         yield Source(trl.make_library(str(in_code[0].value)), in_code, str(path))
     for source in commands if in_code else ():
-        given = trl.read_script(text, source.settings)
+        given = trl.read_script(tree, source.settings)
         own = trl.read_own_arguments(tree)  # which the code passes on
         yield source._replace(settings=[*given, *(setting for setting in source.settings if setting.name not in own)])
 

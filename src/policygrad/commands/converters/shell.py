@@ -10,6 +10,7 @@ import ast
 import operator
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -359,7 +360,9 @@ def _calculate(script: _Script, text: str) -> str:
     filled = _SCALAR.sub(lambda found: script.variables.get(found[1] or found[4], "?"), text)
     filled = re.sub(r"\b[A-Za-z_]\w*\b", lambda found: script.variables.get(found[0], "?"), filled)
     try:
-        return str(_evaluate(ast.parse(filled.strip(), mode="eval").body))
+        with warnings.catch_warnings():  # about what is no number
+            warnings.simplefilter("ignore")
+            return str(_evaluate(ast.parse(filled.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
         names = re.findall(r"[A-Za-z_]\w*", text)
         missing = next((name for name in names if not script.variables.get(name, "").lstrip("-").isdigit()), "NAME")

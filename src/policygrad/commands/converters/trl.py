@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -142,19 +143,24 @@ def find_trainer(name: str) -> str | None:
     return None
 
 
-def read_script(text: str, given: list[Setting] | None = None) -> list[Setting]:
+def parse_script(text: str) -> ast.Module:
+    """Parse a Python script. Raises ConfigError, with the line, if it is not Python."""
+    try:
+        with warnings.catch_warnings():  # about the script's texts
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"line {error.lineno}: not Python: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"not Python: {error}") from error
+
+
+def read_script(tree: ast.Module, given: list[Setting] | None = None) -> list[Setting]:
     """Return the options that a Python script gives to a configuration of TRL, such as GRPOConfig(…); empty if it has none.
 
     Args:
         given: Options on its command line, which fill in what is read from `args`.
-
-    Raises:
-        ConfigError: It is not Python.
     """
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(f"line {error.lineno}: not Python: {error.msg}") from error
     defaults = {**read_own_arguments(tree), **{setting.name: setting.value for setting in given or ()}}
     calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
     for call in calls:
