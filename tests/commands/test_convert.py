@@ -17,6 +17,7 @@ from policygrad.commands.convert import convert_source, read_sources
 from policygrad.commands.converters import openrlhf, prime_rl, trl, verl
 from policygrad.commands.converters.base import Library, Setting, convert_options, find_reason, parse_value
 from policygrad.commands.converters.shell import read_commands
+from policygrad.commands.converters.verl_algorithm import ESTIMATORS, LOSSES
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.train import list_train_flags, parse_run
 from policygrad.core.algorithm import Algorithm
@@ -214,6 +215,29 @@ def test_estimators_and_losses_of_verl(overrides: str, argv: str) -> None:
     )
     run, _ = convert_words("python3", "-m", "verl.trainer.main_ppo", *batches, *overrides.split())
     same(run.algorithm, argv)
+
+
+@pytest.mark.full
+def test_every_estimator_of_verl_with_every_loss_is_a_run() -> None:
+    for estimator in ESTIMATORS:
+        for loss in ("vanilla", *LOSSES):
+            actor = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+            run, _ = convert_words(f"algorithm.adv_estimator={estimator}", actor, "actor_rollout_ref.rollout.n=4")
+            assert run.algorithm.update_rule.updates == 4
+
+
+@pytest.mark.full
+def test_every_estimator_of_openrlhf_is_a_run() -> None:
+    words = ("python3", "-m", "openrlhf.cli.train_ppo_ray", "--rollout.n_samples_per_prompt", "4")
+    for estimator in openrlhf.ESTIMATORS:
+        for more in (
+            "--algo.advantage.no_std_norm",
+            "--algo.kl.use_loss",
+            "--algo.kl.init_coef=0",
+            "--actor.policy_loss_type=gspo",
+        ):
+            run, _ = convert_words(*words, "--algo.advantage.estimator", estimator, more)
+            assert run.samples_per_prompt == 4
 
 
 def test_a_program_of_its_own_is_named() -> None:

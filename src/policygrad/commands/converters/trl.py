@@ -344,7 +344,9 @@ def _answer_corrections(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.filters.MaskTruncated.keep_in_statistics", True, (masked,))
     else:
         yield Line("algorithm.filters", [], (masked,) if masked in options else ())
-    if options.flag("sync_ref_model"):
+    if options.flag("sync_ref_model") and options.number("beta") == 0:
+        yield Left("sync_ref_model", "without a KL no reference is used")
+    elif options.flag("sync_ref_model"):
         steps = "ref_model_sync_steps"
         updates = max(1, _count_updates(options))
         yield Line(

@@ -194,7 +194,14 @@ def answer_kl(options: Options) -> Iterator[Outcome]:
         terms = True
         yield Line("algorithm.terms.ExactEntropy", None, (entropy,))
         yield Line("algorithm.terms.ExactEntropy.eta", float(eta), (entropy,))
-    if options.text(f"{ACTOR}.policy_loss.loss_mode") == "kl_cov":
+    is_single = options.get("data.train_batch_size") == options.get(f"{ACTOR}.ppo_mini_batch_size")
+    if (
+        options.text(f"{ACTOR}.policy_loss.loss_mode") == "kl_cov"
+        and is_single
+        and options.get(f"{ACTOR}.ppo_epochs") == 1
+    ):
+        yield Left(f"{ACTOR}.policy_loss.loss_mode", "its KL to π_old is 0 at a rollout's only update")
+    elif options.text(f"{ACTOR}.policy_loss.loss_mode") == "kl_cov":
         own = f"{ACTOR}.policy_loss"
         terms = True
         yield Line("algorithm.terms.KLCov", None, (f"{own}.loss_mode",))
@@ -245,7 +252,7 @@ def answer_shaping(options: Options) -> Iterator[Outcome]:
 def answer_filters(options: Options) -> Iterator[Outcome]:
     """Dynamic sampling."""
     name = "algorithm.filter_groups"
-    if options.text("algorithm.adv_estimator") == "gpg":
+    if options.text("algorithm.adv_estimator") == "gpg" and options.count(f"{ROLLOUT}.n") > 1:
         note = "1/(1 − the fraction of equal groups), the paper's; verl multiplies by completions / those with a score"
         yield Line("algorithm.filters.DropZeroVariance", None, ("algorithm.adv_estimator",), note)
         yield Line("algorithm.filters.DropZeroVariance.mode", "reweight", ("algorithm.adv_estimator",))
