@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import convert_examples
 import pytest
 
 from policygrad.commands.convert import convert_source, read_sources
@@ -496,6 +497,27 @@ def test_what_is_written_trains(library: str, run_command: Any, tmp_path: Path) 
     code, _, err = run_command("train", "--config", str(path), *SMALL.split(), "--output", str(tmp_path / "run"))
     assert code == 0, err
     assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_examples_are_counted(tmp_path: Path) -> None:
+    """scripts/convert_examples.py: files that start a policy gradient, and what became of their options."""
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (folder / "good.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.shuffle=True mine.x=1\n"
+    )
+    (folder / "bad.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=mine\n")
+    (folder / "other.sh").write_text("echo\n")
+    counts = convert_examples.measure("verl", tmp_path)
+    assert [counts[key] for key in ("files", "converted", "options", "translated", "left_out", "unknown")] == [
+        2,
+        1,
+        3,
+        1,
+        1,
+        1,
+    ]
+    assert counts["failed"][0]["file"] == "examples/bad.sh"
 
 
 @pytest.mark.full
