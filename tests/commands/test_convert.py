@@ -428,6 +428,7 @@ def test_bad_input_is_named_with_line_and_remedy(
 
 def test_what_is_no_file_or_no_command(run_command: Any, tmp_path: Path) -> None:
     for words, says in (
+        ((), "nothing is named to convert: give a command of verl"),
         (("missing.sh",), "cannot read missing.sh: No such file or directory"),
         (("--colour", "blue"), "is not recognised: give a command of verl"),
         ((str(tmp_path / "two.sh"), "--command", "3"), "has 2; choose 1 to 2"),

@@ -10,7 +10,7 @@ from typing import Annotated, TypedDict
 import tyro
 
 from policygrad.commands.converters.base import Conversion, convert_options
-from policygrad.commands.converters.reading import Source, read_file, read_words
+from policygrad.commands.converters.reading import KINDS, Source, read_file, read_words
 from policygrad.commands.converters.render import build_run, format_conversion
 from policygrad.commands.json_output import print_json, prints
 from policygrad.commands.parsing import parse_arguments
@@ -33,7 +33,9 @@ _SWITCHES = ("--overwrite", "--json", "--json-schema", "--help", "-h")
 class ConvertOptions:
     """Options of `policygrad convert`."""
 
-    source: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE|COMMAND")]
+    source: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE|COMMAND", help_behavior_hint="(required)")
+    ]
     """A file, or a command with its arguments."""
     output: Annotated[Path | None, optional_arg("FILE", "standard output")] = None
     """Write the configuration to a file."""
@@ -83,6 +85,8 @@ def convert(args: list[str]) -> int:
     """Run `policygrad convert FILE|COMMAND`."""
     own, words = _split_arguments(args)
     options = parse_arguments(ConvertOptions, [*own, *(["FILE"] if words else [])], "convert", *HELP)
+    if not words:
+        raise ConfigError(f"nothing is named to convert: give {KINDS}")
     sources = read_sources(words)
     if not 1 <= options.command <= len(sources):
         raise ConfigError(f"--command {options.command}: {words[0]} has {len(sources)}; choose 1 to {len(sources)}")
