@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,6 +94,43 @@ def options_block(library: str) -> str:
     absent = {name: (_coded(ours.note),) for name, ours in names.items() if not ours.flag}
     absent_table = table((library, "no such option here"), _join_names(absent))
     return f"{table((library, 'policygrad', 'what differs'), _join_names(present))}\n\n{absent_table}"
+
+
+def conversions_block() -> str:
+    """Write the table of the examples that were converted, and which were not."""
+    results = load("conversions") or {"date": "", "libraries": {}}
+    head = (
+        "library",
+        "commit",
+        "example files",
+        "converted",
+        "options",
+        "translated",
+        "left out, with a reason",
+        "unknown",
+    )
+    rows, failures = [], dict[str, list[str]]()
+    for name, row in results["libraries"].items():
+        counts = [f"{row[key]:,}" for key in ("files", "converted", "options", "translated", "left_out", "unknown")]
+        rows.append((name, f"{row['commit']}, {row['day']}", *counts))
+        for item in row["failed"]:
+            failures.setdefault(item["error"].partition(": ")[2], []).append(f"`{item['file']}` of {name}")
+    about = (
+        f"Every example of a policy gradient in these repositories, converted on {results['date']} with `python "
+        "scripts/convert_examples.py verl=FOLDER …`. The last two are collections that use verl and TRL. A file counts as "
+        "converted if a run was built from each command in it; an option counts as translated if a line is made of it, or if the "
+        "file asks you for it."
+    )
+    missing = [
+        textwrap.fill(f"- {', '.join(names)}: {reason}", 140, subsequent_indent="  ")
+        for reason, names in failures.items()
+    ]
+    sections = (
+        textwrap.fill(about, 140),
+        table(head, rows),
+        *(("Not converted:", "\n".join(missing)) if missing else ()),
+    )
+    return "\n\n".join(sections)
 
 
 def supervised_options_block() -> str:

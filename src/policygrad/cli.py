@@ -32,6 +32,8 @@ with interchangeable parts
                                           equation; load no model
   policygrad init [ALGORITHM] > run.toml  a configuration with comments, for
                                           train --config run.toml (or .yaml)
+  policygrad convert FILE > run.toml      the same from a script or file of
+                                          verl, OpenRLHF, TRL or prime-rl
   policygrad sft --data FILE              supervised fine-tuning on
                                           demonstrations
   policygrad reward-model --data FILE     a reward model from preferences, for

@@ -26,7 +26,9 @@ NAMES = [(library, name) for library, names in LIBRARIES.items() for name in nam
 def ours() -> set[str]:
     """Options of `train` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
     result = {
-        flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in list_train_flags(name)
+        flag
+        for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo", "prime_rl")
+        for flag in list_train_flags(name)
     }
     fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
     result |= {f"--algorithm.{field}" for field in fields}

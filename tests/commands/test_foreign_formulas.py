@@ -1,7 +1,8 @@
 """Each row of docs/from-other-libraries.md that names a formula, against that library's formula written out token by token.
 
-The formulas are those of TRL 1.16.0, of verl at b178a3c and of OpenRLHF at 3c3be62, read from their sources; TRL's PPO, which
-1.16.0 no longer has, is taken as verl's source quotes it. What a row's note says to differ is checked to differ so.
+The formulas are those of TRL 1.16.0, of verl at b178a3c, of OpenRLHF at 3c3be62 and of prime-rl at 559b447, read from their
+sources; TRL's PPO, which 1.16.0 no longer has, is taken as verl's source quotes it. What a row's note says to differ is checked to
+differ so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from policygrad.commands.converters.openrlhf import RENAMED
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.train import parse_run
 from policygrad.core.kl_controllers import adapt_proportionally
@@ -520,6 +522,27 @@ def filtered_groups() -> None:
     ]
 
 
+def loss_of_prime_rl() -> None:
+    """−keep·Ψ·r + kl_tau·(log r)², the mean over tokens: kept where π has not moved by more than the bound in Ψ's direction."""
+
+    def value(logp: Tensor, i: int, t: int) -> Tensor:
+        a, r, old = PSI[i, t], ratio(logp, i, t), BATCH.logp_old[i, t]  # type: ignore[index]
+        moved = (
+            logp[i, t].detach().clamp(max=0).exp() - old.exp()
+        )  # the batch's numbers may be above a probability of 1
+        masked = moved > 0.1 if a > 0 else moved < -0.1
+        return -(a * r * ~masked) + 0.003 * r.log() ** 2
+
+    agree(ours("prime_rl --algorithm.gate.delta 0.1 --algorithm.terms.kl-to-old.beta 0.006"), theirs(token_mean(value)))
+
+
+def algorithms_of_prime_rl() -> None:
+    """grpo: R − the group's mean; max_rl divides that by the mean."""
+    compared("GroupMean", lambda i: 1.0)
+    rewards = torch.tensor(REWARDS)
+    compared("GroupMean,DivideByGroupMean", lambda i: float(rewards[i // SIZE * SIZE :][:SIZE].mean()))
+
+
 Check = Callable[[], None]
 CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
     "TRL": {
@@ -574,7 +597,14 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         **dict.fromkeys(("enable_vllm_is_correction", "vllm_is_truncated_threshold"), (corrections,)),
         "vllm_is_correction_type": (corrections, no_geometric_mask),
     },
+    "prime-rl": {
+        "orchestrator.algo.type": (algorithms_of_prime_rl,),
+        **dict.fromkeys(("trainer.loss.dppo_mask_high", "trainer.loss.dppo_mask_low"), (loss_of_prime_rl,)),
+        "trainer.loss.kl_tau": (loss_of_prime_rl,),
+        "orchestrator.train.filter_zero_advantages": (filtered_groups,),
+    },
 }
+CHECKS["OpenRLHF"] |= {RENAMED[name]: checks for name, checks in CHECKS["OpenRLHF"].items()}
 """By library and option: what shows that the option named beside it is that formula."""
 COUNTS = ("--algorithm.update-rule.", "--algorithm.reference.", "--algorithm.critic.pretrain", "--algorithm.critic.lr")
 """Options that count updates or rollouts, or are a rate: no formula is named there."""
@@ -603,6 +633,7 @@ NAMED = {
     ("OpenRLHF", "init_kl_coef"): "after the baselines",
     ("OpenRLHF", "no_advantage_std_norm"): "without Whiten",
     ("OpenRLHF", "vllm_is_truncated_threshold"): "are not raised",
+    ("prime-rl", "trainer.loss.kl_tau"): "twice prime-rl's value",
 }
 """What a row has to say besides its option, for its check to be of what it says."""
 

@@ -145,6 +145,9 @@ def test_fine_tuning_and_reward_models(read_json: Callable[..., list[Any]], tmp_
 
 def test_explanations(read_json: Callable[..., list[Any]]) -> None:
     [example] = read_json(0, "init", "grpo")
+    [converted] = read_json(0, "convert", "algorithm.adv_estimator=grpo", "data.train_files=a.parquet", "mine.x=1")
+    assert (converted["library"], converted["options"], converted["unknown"]) == ("verl", 3, ["mine.x=1"])
+    assert 'task = "a.parquet"  # data.train_files=a.parquet' in converted["toml"]
     assert 'name = "grpo"' in example["toml"]
     [matrix] = read_json(0, "algorithms")
     assert matrix["grpo"]["gate"]["part"] == "Clip"

@@ -12,6 +12,7 @@ COMMANDS = {  # module:function
     "export": "policygrad.commands.export:export",
     "compare": "policygrad.commands.compare:compare",
     "init": "policygrad.commands.init:init",
+    "convert": "policygrad.commands.convert:convert",
     "plan": "policygrad.commands.plan:plan",
     "doctor": "policygrad.commands.doctor:doctor",
     "verify": "policygrad.commands.verify:verify",

@@ -1,5 +1,5 @@
-"""Answers to options of TRL, verl and OpenRLHF, and to names that people try from habit: the option here that does the same, from
-foreign_options.toml."""
+"""Answers to options of TRL, verl, OpenRLHF and prime-rl, and to names that people try from habit: the option here that does the
+same, from foreign_options.toml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from policygrad.errors import ConfigError
 
-LIBRARIES = ("TRL", "verl", "OpenRLHF")
+LIBRARIES = ("TRL", "verl", "OpenRLHF", "prime-rl")
 _VERL = re.compile(
     r"\+{0,2}((?:actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward_model|trainer)\.[\w.]+)=(.*)"
 )
@@ -85,7 +85,8 @@ def reject_foreign_options(
         raise ConfigError(messages[0])
     are_foreign = all(libraries for *_, answers in matches for libraries in answers.values())
     title = "options of other libraries" if are_foreign else "options that have another name here"
-    raise ConfigError(f"{title}:\n  " + "\n  ".join(messages))
+    hint = "\n`policygrad convert COMMAND` writes a run.toml from all of them" if are_foreign and not supervised else ""
+    raise ConfigError(f"{title}:\n  " + "\n  ".join(messages) + hint)
 
 
 def look_up_option(name: str, supervised: bool = False) -> dict[Equivalent, list[str]]:

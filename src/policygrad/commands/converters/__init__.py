@@ -1,0 +1,1 @@
+"""What `policygrad convert` knows of other libraries: one file each, and what they share."""
