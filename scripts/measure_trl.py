@@ -5,9 +5,9 @@
 
 Numbers: two optimizer steps on one generation, from the same weights on the same completions, in float32 on one thread: for every
 loss type and level, with adapters and without, and for what else changes the loss. The gradients of both steps are compared, as a
-share of the largest one, and the weights, as a share of the largest change of one: after plain gradient steps (SGD), where a weight
-near 1 is rounded to 6e-8, and after AdamW's, which are g/(|g| + eps) at first, so that rounding decides on weights whose gradient is
-about eps.
+share of the largest one, and the weights, as a share of the largest change of one: after plain gradient steps (SGD), where a
+weight near 1 is rounded to 6e-8, and after AdamW's, which are g/(|g| + eps) at first, so that rounding decides on weights whose
+gradient is about eps.
 
 Script: benchmarks/trl_script.py, one process each, in turn: CPU seconds of train(), memory, and the held-out reward.
 

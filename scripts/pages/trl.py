@@ -83,7 +83,8 @@ def _describe_numbers(found: Mapping[str, Any]) -> str:
         f"`scripts/measure_trl.py` trains with TRL {found['trl']} and with these trainers, from the same weights on the same "
         "completions, two optimizer steps on one generation, in float32 on one thread. Gradients (of both steps, as a share of the "
         "largest one) and weights (as a share of the largest change of one) differ by rounding: a weight near 1 is rounded to "
-        "6e-8, and AdamW's step is g/(|g| + 1e-8) at first, so that a weight with a gradient of about 1e-8 moves by what was rounded. "
+        "6e-8, and AdamW's step is g/(|g| + 1e-8) at first, so that a weight with a gradient of about 1e-8 moves by what was "
+        "rounded. "
         "Median of the configurations, and the largest:"
     )
     columns = ("", "configurations", "gradients", "weights, plain gradient steps", "weights, AdamW")
