@@ -85,6 +85,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
     assert {Path(name).parent.name for name in data if "/skills/" not in name} == {
         "commands",
         "compare",
+        "converters",
         "policygrad",
         "shapes",
         "planning",
@@ -93,6 +94,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
         "formats",
         "trackers",
         "training",
+        "trl",
         "web",
     }
 

@@ -8,10 +8,10 @@ What each field does here is in `fields.toml`.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from policygrad.errors import import_optional
+from policygrad.utils.devices import pick_device
 
 
 def _option(default: Any, text: str) -> Any:
@@ -36,7 +36,7 @@ class _BaseConfig(TrainingArguments):
         what = f"{type(self).__name__}, which extends transformers' TrainingArguments,"
         import_optional("accelerate", what, "trl")
         if self.bf16 is None:  # without a GPU transformers would refuse it
-            self.bf16 = not self.fp16 and not self.use_cpu and torch.cuda.is_available()
+            self.bf16 = not self.fp16 and not self.use_cpu and pick_device("auto") != "cpu"
         super().__post_init__()  # type: ignore[no-untyped-call]
 
 

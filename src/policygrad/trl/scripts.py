@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from policygrad.utils.devices import pick_device
+
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -101,9 +103,7 @@ def get_quantization_config(model_args: ModelConfig) -> Any:
 
 def get_kbit_device_map() -> dict[str, int] | None:
     """Return where a quantised model is loaded: the first GPU, or nowhere in particular."""
-    import torch
-
-    return {"": 0} if torch.cuda.is_available() else None
+    return {"": 0} if pick_device("auto").startswith("cuda") else None
 
 
 class TrlParser(HfArgumentParser):

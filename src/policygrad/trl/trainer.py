@@ -237,21 +237,27 @@ class OnlineTrainer(transformers.Trainer):
     def _set_learner(self, model: nn.Module, *, has_new_adapters: bool) -> None:
         run = self.run
         spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
-        coefficient = self.args.router_aux_loss_coef
         text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
-        if coefficient is not None:
-            if coefficient and not hasattr(text, "output_router_logits"):
-                raise ValueError(
-                    f"`router_aux_loss_coef` is set to {coefficient} but {type(model).__name__} is not a Mixture-of-Experts model "
-                    "that returns its router logits: leave it out"
-                )
-            text.router_aux_loss_coef = coefficient
+        given, has_router = self.args.router_aux_loss_coef, hasattr(text, "output_router_logits")
+        if given and not has_router:
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {given} but {type(model).__name__} is not a Mixture-of-Experts model that "
+                "returns its router logits: leave it out"
+            )
+        if given is not None:
+            text.router_aux_loss_coef = given
+        before = getattr(text, "output_router_logits", False)
+        if has_router:  # TRL balances experts whenever there is a coefficient
+            text.output_router_logits = True
+        self.balance_coefficient = read_balance_coefficient(model)
         self.learner = LocalLearner(model, spec)
+        if has_router:
+            text.output_router_logits = before
+        self.aux_loss_enabled = self.balance_coefficient != 0
         if has_new_adapters and self.learner.reference is not None:  # whatever they begin with
             from policygrad.models.adapters import set_adapters_enabled
 
             set_adapters_enabled(self.learner.reference.model, False)
-        self.aux_loss_enabled = bool(read_balance_coefficient(model))
         for k, function in enumerate(self.reward_funcs):
             if isinstance(function, nn.Module):
                 self.reward_funcs[k] = function.to(self.args.device).eval()
@@ -376,8 +382,7 @@ class OnlineTrainer(transformers.Trainer):
         self._add("train", self._describe_update(metrics, batch, loss, count))
         if self.run_log is not None:
             self.run_log.add_update(metrics, time.perf_counter() - started, lr=self._get_learning_rate())
-        balance = _value(metrics, "expert_balance/loss", 0.0)
-        return loss + balance
+        return loss + self.balance_coefficient * _value(metrics, "router_aux_loss", 0.0)
 
     def _algorithm_of_step(self, generated: Generated, rows: int, count: int, *, is_eval: bool = False) -> Algorithm:
         share = 1.0 if is_eval else count / self.rhythm.per_generation
@@ -407,7 +412,10 @@ class OnlineTrainer(transformers.Trainer):
     def _describe_update(self, metrics: Metrics, batch: Batch, loss: float, count: int) -> dict[str, float]:
         """Return TRL's names of what an update has measured."""
         values = dict[str, float]()
-        for ours, theirs in {"kl": "kl", "expert_balance/loss": "aux_loss"}.items():
+        names = {"kl": "kl", "router_aux_loss": "aux_loss"}
+        if self.args.use_vllm:
+            names |= {f"mismatch/logp_{kind}": f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")}
+        for ours, theirs in names.items():
             if ours in metrics:
                 values[theirs] = float(metrics[ours].value)
         low, high = _value(metrics, "clip_ratio/low", 0.0), _value(metrics, "clip_ratio/high", 0.0)

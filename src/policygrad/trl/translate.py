@@ -7,6 +7,7 @@ each micro-batch, so that an optimizer step is TRL's to the last bit that arithm
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from policygrad.core.advantages import BatchStd, GroupMean, GroupStd, LeaveOneOut, RewardZScores
@@ -173,6 +174,7 @@ def translate_run(args: OnlineConfig, algorithm: Algorithm, model: Any, tokenize
         samples_per_prompt=rhythm.samples,
         lr=args.learning_rate,
         seed=seed,
+        output=str(Path(args.output_dir or ".") / "policygrad"),
         sampling=SamplingParams(args.temperature, args.top_p, args.top_k, args.max_completion_length or 1),
         sampler=sampler,
         learner=LearnerConfig(
