@@ -72,7 +72,7 @@ def test_the_table_says_why_a_test_does_not_pass(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Of 5 test functions 1 pass in every case that runs here, 3 fail, 1 are out of scope" in done.stdout
-    found = {row["name"]: row for row in json.loads((tmp_path / "found.json").read_text())}
+    found = {row["name"]: row for row in json.loads((tmp_path / "found.json").read_text())["functions"]}
     assert found["TestTrainer.test_trains"]["cases"] == {"False": "passed", "True": "skipped"}
     assert found["TestTrainer.test_trains"]["reasons"] == {"True": "needs Liger"}
     assert found["TestTrainer.test_patches"]["reasons"] == {"": "uses a private name of TRL's (_generate)"}

@@ -19,6 +19,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -138,6 +139,7 @@ class Recorder:
         self.table = Path(config.getoption(TABLE)).absolute()
         self.declared = {} if config.getoption(REAL) else read_reasons("out_of_scope")
         self.of_others = read_reasons("of_others")
+        self.version = read_version(config)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, name, case = name_function(report.nodeid)
@@ -167,12 +169,22 @@ class Recorder:
     def write_table(self) -> None:
         functions = sorted(self.functions.values(), key=lambda function: (function.file, function.line))
         rows = [{**asdict(function), "outcome": function.outcome()} for function in functions]
-        Path(f"{self.table}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        found = {"version": self.version, "date": f"{date.today()}", "functions": rows}
+        Path(f"{self.table}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         Path(f"{self.table}.md").write_text("\n".join(list_rows(functions)) + "\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.write_line(summarise(self.functions.values()))
         terminalreporter.write_line(f"{self.table}.md says which, and why the others do not")
+
+
+def read_version(config: pytest.Config) -> str:
+    """Return the version of the checkout whose tests are run."""
+    for argument in config.args:
+        file = Path(argument.partition("::")[0]).absolute().parents[1] / "VERSION"
+        if file.is_file():
+            return file.read_text(encoding="utf-8").strip()
+    return "of an unknown version"
 
 
 def name_function(nodeid: str) -> tuple[str, str, str]:

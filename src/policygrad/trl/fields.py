@@ -35,6 +35,8 @@ def check_fields(config: Any) -> None:
             f"WORLD_SIZE={config.world_size}: every process would learn alone. Start the script with python, or train on several "
             "GPUs with `policygrad train --learner.world-size N`"
         )
+    if config.n_gpu > 1:
+        refused.append(f"{config.n_gpu} GPUs are visible, and one is trained on: choose it with CUDA_VISIBLE_DEVICES=0")
     if refused:
         raise ValueError("not supported here:\n  " + "\n  ".join(refused))
     idle = [f"{name} ({table['idle'][name]})" for name in changed if name in table["idle"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from policygrad.models.tokenizer import pad_token_id
 from policygrad.models.traits import adapter_configs, read_balance_coefficient
 from policygrad.rollout.trajectory import EVALUATE, TRAIN
 from policygrad.samplers.base import LendsMemory, Sampler
-from policygrad.training.policy_setup import load_policy, make_sampler
+from policygrad.training.policy_setup import LoadedPolicy, load_policy, make_sampler
 from policygrad.trl.config import GRPOConfig, OnlineConfig, RLOOConfig
 from policygrad.trl.data import Row, is_stream, make_loader
 from policygrad.trl.environments import Environments, list_methods, make_reward
@@ -129,8 +130,9 @@ class OnlineTrainer(transformers.Trainer):
         model = load_model(model, args, quantization_config, peft_config)
         processing_class = processing_class or load_processor(model, args)
         prepare_tokenizer(processing_class, model)
-        self._stack = ExitStack()
-        self.run_async = self._stack.enter_context(AsyncRunner())
+        stack = ExitStack()
+        weakref.finalize(self, stack.close)
+        self.run_async = stack.enter_context(AsyncRunner())
         self.run = translate_run(args, self.algorithm, model, processing_class, str(args.device))
         """The run as `policygrad train` would have it; its steps are generations."""
         policy = load_policy(self.run, self.algorithm, str(args.device))
@@ -145,22 +147,31 @@ class OnlineTrainer(transformers.Trainer):
         )
         self.accelerator.native_amp = False  # the precision of the passes is the learner's own
         self._set_learner(policy.model, has_new_adapters=peft_config is not None)
+        self._set_sampler(stack, policy, tools or [])
+        self._set_counters()
+        self.add_callback(_FollowUpdates(self))
+        if args.sync_ref_model:
+            self._follow_policy()
+
+    def _set_sampler(self, stack: ExitStack, policy: LoadedPolicy, tools: Sequence[Callable[..., Any]]) -> None:
         options: dict[str, Any] = dict(self.args.chat_template_kwargs or {})
         self._rows = RowSampler(
             replace(policy.tokenizer, template_options=options),
             self.run.sampling,
             self.run_async,
-            [*(tools or [])],
+            tools,
             self.environments_pool,
-            getattr(args, "max_tool_calling_iterations", None),
+            getattr(self.args, "max_tool_calling_iterations", None),
         )
         engine = None
-        if args.use_vllm:
+        if self.args.use_vllm:
             from policygrad.training.engine_setup import make_run_engine
             from policygrad.utils.progress import ignore_progress
 
             engine = make_run_engine(self.run, self.algorithm, policy.device, None, ignore_progress)
-        self._sampler = make_sampler(self._stack, policy, engine, self.run, self.algorithm, self.run_async)
+        self._sampler = make_sampler(stack, policy, engine, self.run, self.algorithm, self.run_async)
+
+    def _set_counters(self) -> None:
         self._values: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._generated: Generated | None = None
         self._micro_step, self._window, self._accumulated = 0, 0, list[int]()
@@ -168,12 +179,9 @@ class OnlineTrainer(transformers.Trainer):
         self.run_log: RunLog | None = None
         """The run's folder, while it trains."""
         self._completions: dict[str, list[Any]] = {}  # of the last generation
-        self.entropy_coef: float = getattr(args, "entropy_coef", 0.0)
+        self.entropy_coef: float = getattr(self.args, "entropy_coef", 0.0)
         self._last_entropy = math.inf
         self._entropies = list[tuple[float, float]]()
-        self.add_callback(_FollowUpdates(self))
-        if args.sync_ref_model:
-            self._follow_policy()
 
     # What is checked and made once.
 
