@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from policygrad.errors import NumericsError
 from policygrad.models.loading import resolve_model
 from policygrad.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from policygrad.trl.data import RepeatedOrder, make_loader
@@ -239,6 +240,20 @@ def test_callbacks_see_every_optimizer_step_and_may_end_the_run(tmp_path: Path, 
     trainer = make_trainer(tmp_path, tiny, callbacks=[Stop()], steps_per_generation=3, max_steps=9)
     assert trainer.train().global_step == 2
     assert steps == [1, 2]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(tmp_path: Path, tiny: str) -> None:
+    trainer = make_trainer(tmp_path, tiny, rewards=lambda completions, **_: [0.0, 1.0, 0.0, 1.0])
+    before = read_weights(trainer)
+
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            next(trainer.model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+
+    trainer.add_callback(Spoil())
+    with pytest.raises(NumericsError, match="norm is nan at optimizer step 1: the weights are unchanged"):
+        trainer.train()
+    assert all(torch.equal(before[name], p) for name, p in read_weights(trainer).items())
 
 
 def test_an_evaluation_scores_each_prompt_of_each_set(tmp_path: Path, tiny: str) -> None:

@@ -29,6 +29,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metrics
+from policygrad.errors import NumericsError
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.tokenizer import pad_token_id
@@ -659,6 +660,16 @@ class OnlineTrainer(transformers.Trainer):
     def _clip_grad_norm(self, model: Any) -> Tensor:
         masters = list(self.learner.optimizer.masters.values())
         return nn.utils.clip_grad_norm_(masters, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and not math.isfinite(float(norm)):
+            raise NumericsError(
+                f"the gradient's norm is {float(norm)} at optimizer step {self.state.global_step + 1}: the weights are unchanged. "
+                "Lower learning_rate or max_grad_norm, and look at the rewards of this step; resume_from_checkpoint=True goes on "
+                "from the last checkpoint"
+            )
+        return norm
 
     # Checkpoints.
 
