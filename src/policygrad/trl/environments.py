@@ -29,7 +29,6 @@ class Environments:
         self.pools = {name: [make()] for name, make in self.factories.items()}
         self.current = list[Any]()
         """Those of the rows of the last generation, in their order."""
-        self.writes_prompts = True  # a reset may say something else in each episode
         for pool in self.pools.values():
             if not callable(getattr(pool[0], "reset", None)):
                 raise ValueError(

@@ -69,7 +69,8 @@ class RowSampler:
         prompts, images = self._open(rows)
         conversations = list[ToolConversation]()
         uses_tools = bool(self.tools or self.environments)
-        shared = not self.environments or not self.environments.writes_prompts
+        # the completions of a prompt are sampled from one reading of it, unless environments begin otherwise in each
+        shared = len(rows) % samples == 0 and all(prompts[i] == prompts[i - i % samples] for i in range(len(rows)))
 
         def begin(example: Example) -> Environment:
             if not uses_tools:
@@ -80,7 +81,7 @@ class RowSampler:
             return conversations[-1]
 
         begin.capabilities = SingleTurn.capabilities if not uses_tools else ToolConversation.capabilities  # type: ignore[attr-defined]
-        per_spec = samples if shared and len(rows) % samples == 0 else 1
+        per_spec = samples if shared else 1
         specs = [
             EpisodeSpec(self._example(prompts[i]), (*key, i // per_spec), self.sampling.max_tokens)
             for i in range(0, len(rows), per_spec)
