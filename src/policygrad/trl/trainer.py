@@ -662,7 +662,7 @@ class OnlineTrainer(transformers.Trainer):
         return nn.utils.clip_grad_norm_(masters, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
         if norm is not None and not math.isfinite(float(norm)):
             raise NumericsError(
                 f"the gradient's norm is {float(norm)} at optimizer step {self.state.global_step + 1}: the weights are unchanged. "
