@@ -343,6 +343,9 @@ def confine(
     hidden = {name for name in hidden if name != "/" and os.path.isdir(name)}
     for name in sorted(hidden, key=len):
         confined += ["--tmpfs", name]
+    for path, source in (mounts or {}).items():
+        confined += ["--bind", str(source), path]
+    hidden |= set(mounts or {})
     for file in _RESOLVER_FILES:
         if os.path.isfile(file):
             confined += ["--ro-bind", os.path.realpath(file), os.path.realpath(file)]
@@ -354,12 +357,10 @@ def confine(
             confined += ["--ro-bind", "/dev/null", path]
     for name in secret:
         confined += ["--tmpfs", name]
-    for path, source in (mounts or {}).items():
-        confined += ["--bind", str(source), path]
     confined += ["--tmpfs", str(base.parent)]
     for source in own or (base,):
         confined += ["--bind", str(source), str(source)]
-    confined += ["--chdir", folder or str(base / "work")]
+    confined += [*(["--remount-ro", "/"] if mounts else []), "--chdir", folder or str(base / "work")]
     confined += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--cap-drop", "ALL"]
     return [*confined, "--new-session", "--die-with-parent", "--", *argv]
 

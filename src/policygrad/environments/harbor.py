@@ -185,7 +185,7 @@ class _Episode:
         self.place = config.make_place(task)
         tool = Tool("bash", self._run, _describe_bash().schema)
         tools = ToolUse(
-            (tool,),  # type: ignore[arg-type]  # which describe_tools takes as it is
+            (tool,),
             max_turns=config.max_turns,
             timeout=config.command_seconds + GRACE_SECONDS,
             max_output_chars=config.max_output_chars,
