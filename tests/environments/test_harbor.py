@@ -27,7 +27,7 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
 from policygrad.sandbox import containers
 from policygrad.sandbox.backends import find_backend
 from policygrad.sandbox.commands import CommandLimits, CommandRunner, confine_command
-from policygrad.tasks.harbor import parse_dockerfile, read_tasks
+from policygrad.tasks.harbor import parse_dockerfile
 from policygrad.tasks.registry import load_task
 from policygrad.tasks.rows import RowOptions
 
@@ -144,7 +144,7 @@ def test_a_verifier_that_fails_costs_its_episode_and_says_why(tokenizer: Tokeniz
         ("ln /app/lines.txt /logs/verifier/reward.txt || mkfifo /logs/verifier/reward.txt", "not a regular file"),
         ("mkdir /logs/verifier/reward.txt", "cannot be read"),
         ("echo '{\"score\": 1}' > /logs/verifier/reward.json", "has no field reward (it has score)"),
-        ("echo '{\"reward\": \"high\"}' > /logs/verifier/reward.json", "no finite number"),
+        ('echo \'{"reward": "high"}\' > /logs/verifier/reward.json', "no finite number"),
         ("echo '{\"reward\": 1' > /logs/verifier/reward.json", "is no JSON"),
     ],
 )
@@ -171,7 +171,9 @@ def test_commands_see_neither_tests_nor_solution_nor_this_machines_files(tokeniz
 @pytest.mark.usefixtures("no_engine")
 def test_what_a_command_leaves_does_not_give_the_reward(tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_task(tmp_path / "one", verifier="true\n")
-    plant = "mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt; ln -s /tmp /app/tests"
+    plant = (
+        "mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt; ln -s /tmp /app/tests"
+    )
     trajectory, _ = play(tokenizer, tmp_path, "one", bash(plant), "done")
     assert trajectory.reward is None
     assert "wrote no /logs/verifier/reward.txt" in trajectory.failure
@@ -224,7 +226,7 @@ def test_tasks_that_cannot_be_used_are_all_named_with_the_reason(tmp_path: Path)
     write_task(tmp_path / "online", toml=TOML + "[environment]\nallow_internet = true\n")
     write_task(tmp_path / "garbled", toml="[metadata\n")
     write_task(tmp_path / "stepwise", toml=TOML + '[[steps]]\nname = "one"\n')
-    write_task(tmp_path / "secret", toml=TOML + '[verifier.env]\nKEY = "${OPENAI_API_KEY}"\n'.replace("[verifier.env]", "[environment.env]"))
+    write_task(tmp_path / "secret", toml=TOML + '[environment.env]\nKEY = "${OPENAI_API_KEY}"\n')
     write_task(tmp_path / "timeless", toml=TOML.replace("60.0", '"soon"'))
     (write_task(tmp_path / "unnamed") / "task.toml").unlink()
     (write_task(tmp_path / "unchecked") / "tests" / "test.sh").unlink()
@@ -270,7 +272,7 @@ def test_an_engine_that_does_not_work_is_refused_and_a_folder_without_tasks(tmp_
     with pytest.raises(ConfigError, match="engine=podman cannot be had: it is not installed"):
         use_harbor(f"{write_tasks(tmp_path / 'tasks')},engine=podman")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no folder in it has a task.toml"):
+    with pytest.raises(DataError, match="no folder in it has a task"):
         load_task(f"harbor:{tmp_path / 'empty'}")
 
 
@@ -315,8 +317,8 @@ def test_dockerfiles_about_files_are_read() -> None:
         "ADD a.tar.gz /app/",
         "WORKDIR $HOME",
         "USER nobody",
-        "ENTRYPOINT [\"/start\"]",
-        "COPY [\"a\"",
+        'ENTRYPOINT ["/start"]',
+        'COPY ["a"',
         "COPY 'a",
     ],
 )
@@ -397,8 +399,9 @@ NEEDY = "FROM ubuntu:24.04\nRUN apt-get install -y gcc\nWORKDIR /app\n"
 
 
 def test_a_task_that_installs_something_runs_in_a_container(tokenizer: Tokenizer, tmp_path: Path, docker: Path) -> None:
-    toml = TOML + "[environment]\nmemory_mb = 512\ncpus = 2\n[environment.env]\nLEVEL = \"3\"\n[verifier.env]\nSEED = \"7\"\n"
-    toml = toml.replace("[verifier]\ntimeout_sec = 60.0\n", "").replace("[verifier.env]", "[verifier]\ntimeout_sec = 9\n[verifier.env]")
+    toml = (
+        TOML + '[environment]\nmemory_mb = 512\ncpus = 2\n[environment.env]\nLEVEL = "3"\n[verifier.env]\nSEED = "7"\n'
+    )
     write_task(tmp_path / "tasks" / "one", dockerfile=NEEDY, toml=toml)
     trajectory, seen = play(tokenizer, tmp_path / "tasks", "one", bash("pwd; echo 42 > answer.txt; false"), "done")
     assert trajectory.reward == 1.0
@@ -463,7 +466,8 @@ def test_a_reward_that_a_container_does_not_have_costs_its_episode(
     tokenizer: Tokenizer, tmp_path: Path, docker: Path, verifier: str, reason: str
 ) -> None:
     write_task(tmp_path / "tasks" / "one", dockerfile=NEEDY, verifier=verifier)
-    trajectory, _ = play(tokenizer, tmp_path / "tasks", "one", bash("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"), "done")
+    planted = bash("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt")
+    trajectory, _ = play(tokenizer, tmp_path / "tasks", "one", planted, "done")
     assert trajectory.reward is None
     assert reason in trajectory.failure
 

@@ -389,7 +389,9 @@ def _examine_containers() -> MachineCheck:
     if engine := find_engine():
         return MachineCheck("Machine", "container engine", engine)
     reason = "; ".join(f"{name}: {explain_engine(name)}" for name in ENGINES)
-    remedy = "tasks in Harbor's format whose Dockerfile installs something need one: install podman, or docker and start it"
+    remedy = (
+        "tasks in Harbor's format whose Dockerfile installs something need one: install podman, or docker and start it"
+    )
     return MachineCheck("Machine", "container engine", f"none works: {reason}", ABSENT, remedy)
 
 
