@@ -211,7 +211,8 @@ def test_processes_and_memory_of_a_command_are_limited(tmp_path: Path) -> None:
         return CommandRunner().run(confine_command(["bash", "-c", command], mounts, "/app", limits), limits)
 
     assert run("for i in $(seq 20); do sleep 100 & done; wait").exceeded == "processes"
-    assert "cannot allocate" in run("x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}").output.lower()
+    assert run("x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}; sleep 100").exceeded == "memory"
+    assert run("ulimit -v").output.split() == [str(4 * limits.memory // 1024)]
 
 
 # What cannot be used is said before a run.
@@ -559,3 +560,9 @@ def test_a_task_that_needs_a_container_is_refused_for_an_agents_program(tokenize
     with pytest.warns(UserWarning, match="1 of 2 rows skipped"):
         kept = check_rows(task, tokenizer, 100, program, skip_bad_rows=True)
     assert [row.columns["name"] for row in kept.rows] == ["files"]
+    for name in (f"agent={sys.executable}", "engine=none"):
+        with (
+            pytest.raises(ConfigError, match="none of the 1 tasks of harbor:.*can be run: its Dockerfile has RUN"),
+            use_harbor(f"{top / 'installs'},{name}"),
+        ):
+            pass

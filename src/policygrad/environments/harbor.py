@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from policygrad.environments.agent_program import AgentProgram, RunningProgram, confine
 from policygrad.environments.harbor_places import (
@@ -25,6 +25,7 @@ from policygrad.environments.harbor_places import (
 from policygrad.environments.reward_files import WrittenReward
 from policygrad.environments.tools import Tool, ToolUse
 from policygrad.errors import ConfigError, DataError, EngineError
+from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.rollout.environment import Action, Capabilities, Environment, Observation, Step
 from policygrad.sandbox.commands import CommandLimits, CommandResult, confine_command
 from policygrad.sandbox.containers import ENGINES, build_image, explain_engine
@@ -92,6 +93,7 @@ class Harbor:
 
     def __enter__(self) -> Self:
         """Begin a run: images are built, which a later run finds built."""
+        _require_any(self.folder, self.engine)
         engine, failures = choose_engine(self.engine), list[str]()
         tasks = [task for task in read_tasks(self.folder) if isinstance(task, HarborTask) and task.has_image]
         for task in tasks if engine is not None else ():
@@ -162,6 +164,14 @@ def _require_task(folder: str, example: Example, engine: str = "auto", *, agent:
     return task
 
 
+def _require_any(folder: str, engine: str = "auto", *, agent: bool = False) -> None:
+    """Raise ConfigError if none of a folder's tasks can be run, before a model is loaded for them."""
+    tasks = [task for task in read_tasks(folder) if isinstance(task, HarborTask)]
+    reasons = [explain_unusable(task, engine, agent=agent) for task in tasks]
+    if reasons and all(reasons):
+        raise ConfigError(f"none of the {len(tasks)} tasks of harbor:{folder} can be run: {reasons[0]}")
+
+
 def bash(command: str) -> str:
     """Runs a command in a shell, in the task's folder. Each command is a shell of its own; files stay.
 
@@ -177,8 +187,6 @@ def _describe_bash() -> Tool:
 
 
 class _Episode:
-    reward_columns: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self, config: Harbor, example: Example, task: HarborTask) -> None:
         self.config, self.task = config, task
         self.seconds_left = task.agent_seconds
@@ -237,7 +245,7 @@ class _Episode:
         if written is None:
             raise ValueError(
                 f"the verifier of {self.task.name} wrote no /logs/verifier/reward.txt or reward.json ({result.summary}): "
-                f"{result.output.strip()[-_SHOWN:] or 'it printed nothing'}"
+                f"{replace_control_characters(result.output.strip()[-_SHOWN:]) or 'it printed nothing'}"
             )
         return result, written
 
@@ -255,6 +263,10 @@ class HarborProgram(AgentProgram):
 
     tasks: str = ""
     """The folder of the tasks."""
+
+    def __enter__(self) -> Self:
+        _require_any(self.tasks, agent=True)
+        return super().__enter__()
 
     def opening(self, example: Example) -> Observation | None:
         """Return None: what it begins with is the program's. Raises DataError for a task that cannot be run."""

@@ -57,6 +57,8 @@ class FolderPlace:
     def open(self) -> None:
         self.base = Path(tempfile.mkdtemp(prefix="policygrad-harbor-"))
         fill_root(self.task, self.base)
+        if self._runner.is_closed:  # meanwhile
+            remove_tree(str(self.base))
 
     def run(self, command: str, limits: CommandLimits) -> CommandResult:
         mounts = list_mounts(self.base)

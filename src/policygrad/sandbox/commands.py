@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policygrad.sandbox.backends import SYSTEM_PATHS, find_bwrap
-from policygrad.utils.processes import die_with_parent, kill_group, list_descendants
+from policygrad.utils.processes import kill_group, list_descendants
 
 _POLL_SECONDS = 0.2  # between looks at a command's processes
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -79,7 +79,6 @@ class CommandRunner:
             env=variables,
             cwd="/",
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
         self._running.append(process)
         try:
@@ -184,5 +183,6 @@ def confine_command(
     for path, source in mounts.items():
         command += ["--bind", str(source), path]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder, "--"]
-    sizes = [str(limits.disk // 1024), str(limits.memory // 1024), str(4 * limits.processes)]  # threads count too
+    # programs reserve more memory than they use, which the runner watches; threads count as processes
+    sizes = [str(limits.disk // 1024), str(4 * limits.memory // 1024), str(4 * limits.processes)]
     return [*command, "/bin/bash", "-c", _LIMITED, "bash", *sizes, *argv]

@@ -15,6 +15,7 @@ from policygrad.sandbox.commands import CommandLimits, CommandResult, CommandRun
 
 ENGINES = ("docker", "podman")
 _ANSWER_SECONDS = 20.0  # for an engine to say its version
+_LIFE_SECONDS = 2 * 24 * 3600  # after which a container ends that nobody could remove
 _MANAGE_SECONDS = 120.0  # for starting and removing containers
 
 
@@ -77,7 +78,7 @@ class Container:
         options += ["--security-opt", "no-new-privileges"]
         for name, value in variables.items():
             options += ["--env", f"{name}={value}"]
-        self._manage("run", "--detach", *options, self.image, "sh", "-c", "sleep infinity")
+        self._manage("run", "--detach", *options, self.image, "sh", "-c", f"sleep {_LIFE_SECONDS}")
 
     def copy_in(self, source: Path, target: str) -> None:
         """Copy what a folder holds into a new folder of the container. Raises OSError."""

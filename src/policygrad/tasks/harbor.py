@@ -228,6 +228,7 @@ def _read_task(folder: Path) -> HarborTask | BadTask:
 def _parse_task(folder: Path) -> HarborTask:
     """Raises OSError for a file that cannot be read, ValueError for anything that cannot be used."""
     try:
+        _read_text(folder / "task.toml")
         config = read_toml(folder / "task.toml")
     except ValueError as error:
         raise ValueError(f"its task.toml is no TOML: {error}") from error
@@ -247,7 +248,7 @@ def _parse_task(folder: Path) -> HarborTask:
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (where / name).exists():
             raise ValueError(f"it needs several containers (environment/{name})")
-    instruction = read_text_bounded(folder / "instruction.md", _MAX_TEXT).strip()
+    instruction = _read_text(folder / "instruction.md").strip()
     if not instruction:
         raise ValueError("its instruction.md is empty")
     if not (folder / "tests" / "test.sh").is_file():
@@ -278,6 +279,12 @@ def _parse_task(folder: Path) -> HarborTask:
         str(metadata.get("difficulty") or ""),
         str(metadata.get("category") or ""),
     )
+
+
+def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"its {path.name} is no file")
+    return read_text_bounded(path, _MAX_TEXT)
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -325,7 +332,7 @@ def _read_recipe(folder: Path) -> Recipe:
         return Recipe(is_missing=True)
     if not (folder / "Dockerfile").exists():
         return Recipe(copies=((".", f"{DEFAULT_FOLDER}/"),), is_missing=True)
-    recipe = parse_dockerfile(read_text_bounded(folder / "Dockerfile", _MAX_TEXT))
+    recipe = parse_dockerfile(_read_text(folder / "Dockerfile"))
     if not recipe.needs and (folder / ".dockerignore").exists() and recipe.copies:
         return Recipe(needs="its environment has a .dockerignore")
     return recipe
