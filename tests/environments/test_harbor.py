@@ -562,7 +562,7 @@ def test_a_task_that_needs_a_container_is_refused_for_an_agents_program(tokenize
     assert [row.columns["name"] for row in kept.rows] == ["files"]
     for name in (f"agent={sys.executable}", "engine=none"):
         with (
-            pytest.raises(ConfigError, match="none of the 1 tasks of harbor:.*can be run: its Dockerfile has RUN"),
+            pytest.raises(ConfigError, match=r"none of the 1 tasks of harbor:.*can be run: its Dockerfile has RUN"),
             use_harbor(f"{top / 'installs'},{name}"),
         ):
             pass
