@@ -358,6 +358,8 @@ def show(root):
 if command == "build":
     if "broken" in rest[-1]:
         sys.exit("no such package: gcc-99")
+elif command == "image":
+    sys.exit(1)  # none is here yet
 elif command == "run":
     root = top / rest[rest.index("--name") + 1]
     for name in ("app", "usr", "bin", "lib", "lib64", "dev", "proc"):
@@ -429,6 +431,12 @@ def test_a_task_has_the_internet_only_where_it_says_so(tokenizer: Tokenizer, tmp
     assert run[run.index("--network") + 1] == "bridge"
     assert "example/image:1" in run
     assert not [call for call in calls if call[0] == "build"]
+    assert ["pull", "example/image:1"] in calls
+    write_task(tmp_path / "silent" / "one", dockerfile=NEEDY)
+    for network, expected in ((None, "none"), (True, "bridge")):
+        play(tokenizer, tmp_path / "silent", "one", "done", network=network)
+        run = [call for call in calls_of(docker) if call[0] == "run"][-1]
+        assert run[run.index("--network") + 1] == expected
 
 
 def test_an_image_that_cannot_be_built_costs_its_tasks_episodes(
@@ -436,9 +444,9 @@ def test_an_image_that_cannot_be_built_costs_its_tasks_episodes(
 ) -> None:
     for name in ("broken", "fine"):
         write_task(tmp_path / "tasks" / name, dockerfile=NEEDY)
-    with pytest.warns(UserWarning, match=r"1 of 2 images cannot be built.*no such package: gcc-99"):
+    with pytest.warns(UserWarning, match=r"1 of 2 images cannot be had.*no such package: gcc-99"):
         lost, _ = play(tokenizer, tmp_path / "tasks", "broken", "done")
-    assert "the image of broken could not be built" in lost.failure
+    assert "the image of broken could not be had" in lost.failure
     with pytest.warns(UserWarning, match="1 of 2 images"):
         kept, _ = play(tokenizer, tmp_path / "tasks", "fine", "done")
     assert kept.reward == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from policygrad.errors import ConfigError, DataError, EngineError
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.rollout.environment import Action, Capabilities, Environment, Observation, Step
 from policygrad.sandbox.commands import CommandLimits, CommandResult, confine_command
-from policygrad.sandbox.containers import ENGINES, build_image, explain_engine
+from policygrad.sandbox.containers import ENGINES, build_image, explain_engine, pull_image
 from policygrad.tasks.base import Example
 from policygrad.tasks.harbor import (
     FOLDER_COLUMN,
@@ -71,6 +71,8 @@ class Harbor:
     """Seconds of one command; all of an episode together have those of the task's `[agent] timeout_sec`."""
     max_output_chars: int = 8000
     """Longer outputs of a command are shortened in the middle."""
+    network: bool | None = None
+    """Whether containers reach the internet; None = those whose task.toml says so (Harbor itself lets all that say nothing)."""
     limits: CommandLimits = field(default_factory=lambda: CommandLimits(60.0))
     """Of each command and of the verifier, beside the task's own; its seconds are not read."""
 
@@ -92,22 +94,25 @@ class Harbor:
         return {}
 
     def __enter__(self) -> Self:
-        """Begin a run: images are built, which a later run finds built."""
+        """Begin a run: images are built or downloaded, which a later run finds."""
         _require_any(self.folder, self.engine)
         engine, failures = choose_engine(self.engine), list[str]()
         tasks = [task for task in read_tasks(self.folder) if isinstance(task, HarborTask) and task.has_image]
         for task in tasks if engine is not None else ():
             assert engine is not None
             try:
-                built = task.image or build_image(engine, task.folder / "environment", task.build_seconds)
-                self._images[str(task.folder)] = built
+                self._images[str(task.folder)] = (
+                    pull_image(engine, task.image, task.build_seconds)
+                    if task.image
+                    else build_image(engine, task.folder / "environment", task.build_seconds)
+                )
             except EngineError as error:
                 failures.append(str(error))
         if failures and not self._images:
-            raise EngineError(f"no image of harbor:{self.folder} can be built: {failures[0]}")
+            raise EngineError(f"no image of harbor:{self.folder} can be had: {failures[0]}")
         if failures:
             warnings.warn(
-                f"{len(failures)} of {len(tasks)} images cannot be built, so that these tasks' episodes fail: {failures[0]}",
+                f"{len(failures)} of {len(tasks)} images cannot be had, so that these tasks' episodes fail: {failures[0]}",
                 stacklevel=2,
             )
         return self
@@ -130,8 +135,9 @@ class Harbor:
         if engine is None or not task.has_image:
             return FolderPlace(task)
         if (image := self._images.get(str(task.folder))) is None:
-            raise ValueError(f"the image of {task.name} could not be built")
-        return ContainerPlace(task, engine, image, self.limits)
+            raise ValueError(f"the image of {task.name} could not be had")
+        network = task.network if self.network is None else self.network
+        return ContainerPlace(replace(task, network=network), engine, image, self.limits)
 
 
 def use_harbor(name: str) -> Harbor | HarborProgram:

@@ -54,6 +54,16 @@ def build_image(engine: str, folder: Path, seconds: float) -> str:
     return tag
 
 
+def pull_image(engine: str, image: str, seconds: float) -> str:
+    """Download an image, unless it is here; return its name. Raises EngineError, with what the engine printed."""
+    if CommandRunner().run([engine, "image", "inspect", image], CommandLimits(_MANAGE_SECONDS)).code == 0:
+        return image
+    result = CommandRunner().run([engine, "pull", image], CommandLimits(seconds, output=16 << 20))
+    if result.exceeded or result.code:
+        raise EngineError(f"{engine} cannot pull {image}: {result.summary}: {result.output.strip()[-400:]}")
+    return image
+
+
 @dataclass
 class Container:
     """A container in which commands run until it is closed.

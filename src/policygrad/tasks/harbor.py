@@ -247,7 +247,7 @@ def _parse_task(folder: Path) -> HarborTask:
     where = folder / "environment"
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (where / name).exists():
-            raise ValueError(f"it needs several containers (environment/{name})")
+            raise ValueError(f"its environment is one of docker compose (environment/{name}), which is unsupported")
     instruction = _read_text(folder / "instruction.md").strip()
     if not instruction:
         raise ValueError("its instruction.md is empty")
