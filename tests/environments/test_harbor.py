@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import policygrad as pg
 from doubles.harbor_tasks import TOML, write_task, write_tasks
 from doubles.scripted_sampler import ScriptedSampler, conversation
+from policygrad.commands.doctor import ABSENT, OK, examine_machine
 from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.harbor import Harbor, HarborProgram, use_harbor
 from policygrad.environments.registry import code_references, resolve_environment
@@ -30,6 +32,7 @@ from policygrad.sandbox.commands import CommandLimits, CommandRunner, confine_co
 from policygrad.tasks.harbor import parse_dockerfile
 from policygrad.tasks.registry import load_task
 from policygrad.tasks.rows import RowOptions
+from policygrad.training.config.paths import with_full_paths
 
 
 def has_bubblewrap() -> bool:
@@ -287,6 +290,38 @@ def test_an_environment_needs_the_tasks_of_its_folder(tmp_path: Path) -> None:
 def test_a_file_that_names_tasks_needs_permission_for_their_scripts_and_for_a_program() -> None:
     assert code_references("harbor:tasks,engine=none") == ["harbor:tasks"]
     assert code_references("harbor:tasks,agent=./run.sh --fast") == ["harbor:tasks", "program:./run.sh --fast"]
+
+
+def test_a_runs_file_names_the_folder_from_anywhere(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks" / "one")
+    options = {"directory": str(tmp_path), "task": "harbor:tasks", "environment": "harbor:tasks,engine=none"}
+    full = with_full_paths(options)
+    assert full["task"] == f"harbor:{tmp_path}/tasks"
+    assert full["environment"] == f"harbor:{tmp_path}/tasks,engine=none"
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_nothing_is_left_of_an_episode(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    top = write_tasks(tmp_path / "tasks")
+    turn = bash("mkdir -p deep/er && echo x > deep/er/file && chmod 0 deep/er deep; sleep 1000 & disown; echo left")
+    trajectory, seen = play(tokenizer, top, "answer", turn, "done")
+    assert (trajectory.reward, "left" in seen) == (0.0, True)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_doctor_says_that_no_container_engine_works() -> None:
+    (check,) = [check for check in examine_machine() if check.name == "container engine"]
+    assert check.status == ABSENT
+    assert "docker: it is not installed; podman: it is not installed" in check.value
+
+
+@pytest.mark.usefixtures("docker")
+def test_doctor_names_the_container_engine() -> None:
+    (check,) = [check for check in examine_machine() if check.name == "container engine"]
+    assert (check.status, check.value) == (OK, "docker")
 
 
 def test_dockerfiles_about_files_are_read() -> None:
