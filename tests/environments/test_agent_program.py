@@ -21,6 +21,8 @@ from policygrad.environments.agent_program import AgentProgram
 from policygrad.environments.registry import code_references, resolve_environment
 from policygrad.models.chat.rendering import render_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
+from policygrad.rewards.base import RewardScores
+from policygrad.rollout.scoring import score_groups
 from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
 from policygrad.samplers.base import Generation, Request
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
@@ -207,6 +209,71 @@ def test_a_command_works_in_a_copy_of_a_folder_and_a_command_scores_it(tmp_path:
     assert sorted(path.name for path in template.iterdir()) == ["README"]
 
 
+def write_reward(written: str, *, by: str = "reward_command", **options: Any) -> Any:
+    """The trajectory of an episode whose file out/reward is written by a shell command, of the reward command or the program."""
+    if by == "reward_command":
+        options |= {"command": [sys.executable, str(FILE), "silent"], "reward_command": ["sh", "-c", written]}
+    else:
+        options |= {"command": ["sh", "-c", f"{sys.executable} {FILE} silent && {written}"]}
+    return play(samples=1, reward_file="out/reward", **options)[0].trajectories[0]
+
+
+@pytest.mark.parametrize("by", ["reward_command", "program"])
+def test_a_reward_file_gives_a_number_or_more(by: str) -> None:
+    number = write_reward("mkdir -p out && echo ' 0.25 ' > out/reward", by=by)
+    assert (number.reward, number.failure, number.feedback) == (0.25, "", "")
+    text = '{"reward": 2, "feedback": "3 tests fail", "passed": 4, "note": "left out"}'
+    more = write_reward(f"mkdir -p out && echo '{text}' > out/reward", by=by)
+    assert (more.reward, more.feedback) == (2.0, "3 tests fail")
+    assert more.metrics == {"calls": 1.0, "reward_passed": 4.0}
+
+
+def test_the_exit_code_of_a_command_that_writes_a_reward_counts_for_nothing() -> None:
+    assert write_reward("mkdir -p out && echo 1 > out/reward; exit 7").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("true", "has no reward file"),
+        ("mkdir out; echo much > out/reward", "has 'much', which is no finite number"),
+        ("mkdir out; echo inf > out/reward", "has 'inf', which is no finite number"),
+        ("mkdir out; head -c 70000 /dev/zero > out/reward", "larger than 65,536 bytes"),
+        ("mkdir out; ln -s /etc/hostname out/reward", "cannot be read"),
+        ("mkdir out; mkfifo out/reward", "is not a regular file"),
+        ("rmdir out; mkdir real; echo 1 > real/reward; ln -s real out", "cannot be read"),
+        ("mkdir out; echo '[1]' > out/reward", "no finite number"),
+        ("mkdir out; echo '{\"reward\": null}' > out/reward", "no finite number"),
+        ('mkdir out; echo \'{"reward": 1, "feedback": 5}\' > out/reward', "a feedback that is no text"),
+    ],
+)
+def test_a_reward_file_that_is_none_costs_its_episode(written: str, reason: str) -> None:
+    trajectory = write_reward(written)
+    assert trajectory.reward is None
+    assert reason in trajectory.failure
+    assert trajectory.metrics["program_result"] == 1.0
+
+
+def test_what_a_program_writes_is_not_the_reward_of_a_reward_command() -> None:
+    planted = f"{sys.executable} {FILE} silent && mkdir out && echo 1 > out/reward"
+    group, _ = play(command=["sh", "-c", planted], reward_command="true", reward_file="out/reward", samples=1)
+    assert group.trajectories[0].reward is None
+    assert "has no reward file" in group.trajectories[0].failure
+
+
+def test_feedback_of_a_reward_file_stays_beside_that_of_reward_functions() -> None:
+    text = '{"reward": 1, "feedback": "one test fails"}'
+    trajectory = write_reward(f"echo '{text}' > out/reward")
+    group = EpisodeGroup(EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), 64), torch.tensor([1]), (trajectory,))
+
+    def score(prompts: Any, completions: Sequence[str], columns: Any) -> RewardScores:
+        return RewardScores([0.5], {}, feedback=["too long"])
+
+    for function, expected in ((score, "one test fails\ntoo long"), (None, "one test fails")):
+        ((scored,), _) = score_groups([group], function)
+        assert scored.trajectories[0].feedback == expected
+
+
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 def test_a_sandboxed_command_sees_its_folder_alone(tmp_path: Path) -> None:
     probe = tmp_path / "outside"
@@ -233,6 +300,8 @@ def test_a_sandboxed_command_sees_its_folder_alone(tmp_path: Path) -> None:
         ({"command": "true", "max_seconds": 0}, "max_seconds must be above 0"),
         ({"command": "true", "folder": "/nowhere/at/all"}, "no folder"),
         ({"function": "a.py:b", "sandbox": True}, "shares a process"),
+        ({"command": "true", "reward_file": "../reward"}, "reward_file is '../reward', which is no name below"),
+        ({"command": "true", "reward_file": "/tmp/reward"}, "which is no name below"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -114,6 +114,7 @@ def examine_machine() -> Iterator[MachineCheck]:
         remedy = "engines, judges and several learners need local ports: allow them to this user or container"
         yield MachineCheck("Machine", "ports", f"none can be opened: {error}", PROBLEM, remedy)
     yield _examine_sandbox()
+    yield _examine_containers()
 
 
 def examine_torch() -> Iterator[MachineCheck]:
@@ -380,6 +381,18 @@ def _examine_sandbox() -> MachineCheck:
     except PolicygradError as error:
         reason, _, remedy = str(error).partition(". ")
         return MachineCheck("Machine", "sandbox for programs", reason, ABSENT, remedy)
+
+
+def _examine_containers() -> MachineCheck:
+    from policygrad.sandbox.containers import ENGINES, explain_engine, find_engine
+
+    if engine := find_engine():
+        return MachineCheck("Machine", "container engine", engine)
+    reason = "; ".join(f"{name}: {explain_engine(name)}" for name in ENGINES)
+    remedy = (
+        "tasks in Harbor's format whose Dockerfile installs something need one: install podman, or docker and start it"
+    )
+    return MachineCheck("Machine", "container engine", f"none works: {reason}", ABSENT, remedy)
 
 
 def _shorten(path: Path) -> str:

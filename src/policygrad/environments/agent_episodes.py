@@ -34,8 +34,8 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.spans import span
 
 _REWARD_REMEDY = (
-    "return a number or {'reward': …} from the agent's function, write it to POLICYGRAD_RESULT, or set reward_command or reward "
-    "functions (--reward)"
+    "return a number or {'reward': …} from the agent's function, write it to POLICYGRAD_RESULT, or set reward_command, reward_file "
+    "or reward functions (--reward)"
 )
 POLL_SECONDS = 0.02  # between looks at the programs
 REPORT_SECONDS = 4.0  # age at which the wait for programs is reported
@@ -236,7 +236,7 @@ class _Episode:
         self.tree = ConversationTree(rollout.encoder, spec.location)
         self.program: RunningProgram | None = None
         self.is_over = self.is_judging = self.truncated = False
-        self.failure = self.stop_reason = self.answer = self.last_refusal = ""
+        self.failure = self.stop_reason = self.answer = self.last_refusal = self.feedback = ""
         self.num_calls = self.num_pending = 0
         self.tokens_left = spec.max_tokens
         self.reward: float | None = None
@@ -264,8 +264,10 @@ class _Episode:
         code = self.program.poll()
         if code is not None:
             self._end(code)
-        elif self._seconds > self.rollout.max_seconds:
-            self._fail("slow", f"exceeded {self.rollout.max_seconds:g} s of its own (--environment.timeout)")
+            return
+        seconds, reason = self.program.max_seconds or (self.rollout.max_seconds, "--environment.timeout")
+        if self._seconds > seconds:
+            self._fail("slow", f"exceeded {seconds:g} s of its own ({reason})")
 
     def close(self) -> None:
         """End the program, and whatever it has started."""
@@ -305,6 +307,7 @@ class _Episode:
             metrics=self.metrics | {"calls": float(self.num_calls)},
             turn_states=states,
             stop_reason=self.stop_reason,
+            feedback="" if self.failure else self.feedback,
             failure=self.failure if failed else "",
             notes=tuple(self.notes.values()),
             reward_remedy=_REWARD_REMEDY,
@@ -429,8 +432,11 @@ class _Episode:
             self._fail(limit, _EXCEEDED[limit].format(config=self.rollout.program))
             return
         if self.is_judging:
-            self.reward = float(code == 0)
-            self._finish()
+            if self.program.writes_reward:
+                self._take_written(f"reward_command ended with exit code {code}: {self.program.last_output()}")
+            else:
+                self.reward = float(code == 0)
+                self._finish()
             return
         try:
             values = self.program.read_result()
@@ -446,13 +452,31 @@ class _Episode:
         self.metrics.update({str(name): float(value) for name, value in (values.get("metrics") or {}).items()})
         if values.get("reward") is not None:
             self.reward = float(values["reward"])
-        if self.rollout.program.reward_command:
+        if self.rollout.program.has_judge:
             self.is_judging, self._seconds = True, 0.0
             try:
                 self.program.start_reward_command()
             except OSError as error:
                 self._fail("start", f"leaves a folder in which reward_command cannot be started: {error}")
             return
+        if self.program.writes_reward:
+            self._take_written("it ended by itself")
+            return
+        self._finish()
+
+    def _take_written(self, ending: str) -> None:
+        """Finish the episode with what stands in its reward file. ending: how what writes it has ended, for a message."""
+        assert self.program is not None
+        try:
+            written = self.program.read_reward()
+        except ValueError as error:
+            self._fail("result", str(error))
+            return
+        if written is None:
+            self._fail("result", f"has no reward file; {ending}")
+            return
+        self.reward, self.feedback = written.reward, written.feedback
+        self.metrics.update({f"reward_{name}": value for name, value in written.metrics.items()})
         self._finish()
 
     def _finish(self) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from policygrad.environments.agent_host import EXIT_SECONDS, NO_ISOLATION, SANDBOX, remove_tree
+from policygrad.environments.reward_files import WrittenReward, read_reward_file
 from policygrad.errors import ConfigError, EngineError
 from policygrad.proxy.server import Proxy
 from policygrad.rewards.workers.messages import replace_control_characters
@@ -79,6 +80,10 @@ class AgentProgram:
     reward_command: str | Sequence[str] = ()
     """A command that runs in the episode's folder after the program: exit code 0 is the reward 1, any other 0. Python in it imports
     nothing from the folder that it runs in, unless it is told to."""
+    reward_file: str = ""
+    """A file in the episode's folder with the reward, such as `logs/reward.json`: a number, or a JSON object with `reward`, perhaps
+    `feedback` and other numbers, which are metrics. The reward command writes it, if there is one, whose exit code then counts for
+    nothing; else the program. It takes the place of any other reward, and an episode without it has failed."""
     restored: Sequence[str] = ()
     """Names in `folder` that are for the reward command what they were at the beginning, such as `("tests", "conftest.py")`: what
     the program has changed or put there is undone."""
@@ -138,8 +143,13 @@ class AgentProgram:
         if self.restored and not (self.folder and self.reward_command):
             raise ConfigError("AgentProgram: restored is for a reward_command, and names what is in folder")
         for name in self.restored:
-            if os.path.isabs(name) or not {"..", "."}.isdisjoint(Path(name).parts) or name in ("", "."):
+            if not _is_below(name):
                 raise ConfigError(f"AgentProgram: restored has {name!r}, which is no name below folder")
+        if self.reward_file and not _is_below(self.reward_file):
+            raise ConfigError(
+                f"AgentProgram: reward_file is {self.reward_file!r}, which is no name below the episode's folder: give one such as "
+                "reward.json"
+            )
         if self.function and not self.function.rpartition(":")[0]:
             raise ConfigError(f"AgentProgram: function {self.function!r} must be FILE.py:NAME or MODULE:NAME")
         if self.python and not self.function:
@@ -178,6 +188,11 @@ class AgentProgram:
             timeout=context.timeout,
             progress=context.progress,
         )
+
+    @property
+    def has_judge(self) -> bool:
+        """True if another command runs after the program, and gives the reward."""
+        return bool(self.reward_command)
 
     def with_variables(self, names: Sequence[str]) -> AgentProgram:
         """Return it with further names of environment variables that are passed on."""
@@ -237,10 +252,7 @@ class AgentProgram:
             self.close()
         base = self.host.make_folder()
         try:
-            if self.folder:
-                shutil.copytree(self.folder, base / "work", symlinks=True)
-            else:
-                (base / "work").mkdir()
+            self.fill(base, example)
             for name in ("tmp", "home"):
                 (base / name).mkdir()
             names = example.columns if self.columns is None else self.columns
@@ -262,7 +274,23 @@ class AgentProgram:
             "POLICYGRAD_EXAMPLE": str(base / "example.json"),
             "POLICYGRAD_RESULT": str(base / "result.json"),
         }
+        return self.launch(base, key, environment, example)
+
+    def fill(self, base: Path, example: Example) -> None:
+        """Make the folder `work` that an episode begins in. Raises OSError."""
+        if self.folder:
+            shutil.copytree(self.folder, base / "work", symlinks=True)
+        else:
+            (base / "work").mkdir()
+
+    def launch(self, base: Path, key: str, environment: Mapping[str, str], example: Example) -> RunningProgram:
+        """Start the program in a folder that is filled."""
         return RunningProgram(self, base, key, environment)
+
+
+def _is_below(name: str) -> bool:
+    """Return whether a name is one below a folder."""
+    return not os.path.isabs(name) and {"..", "."}.isdisjoint(Path(name).parts) and name not in ("", ".")
 
 
 def use_function(name: str) -> AgentProgram:
@@ -291,15 +319,33 @@ def split_command(command: str | Sequence[str]) -> list[str]:
     return [*first, *(os.path.abspath(word) if os.path.isfile(word) else word for word in arguments[len(first) :])]
 
 
-def _confine(argv: Sequence[str], base: Path) -> list[str]:
-    """Return the command that runs another one in bubblewrap, with an episode's folder as the only place to write to."""
+def confine(
+    argv: Sequence[str],
+    base: Path,
+    mounts: Mapping[str, Path] | None = None,
+    folder: str = "",
+    own: Sequence[Path] = (),
+    secret: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that runs another one in bubblewrap, with an episode's folder as the only place to write to.
+
+    Args:
+        mounts: Folders of the episode's that are seen elsewhere too, by the path there.
+        folder: Where it begins; "" = `work` in the episode's folder.
+        own: What it sees of the episode's folder; () = all.
+        secret: Further folders that it does not see.
+    """
     readable = {*list_interpreter_paths(), sys.prefix}
     readable |= {str(Path(word).parent) for word in argv if os.path.isabs(word) and os.path.isfile(word)}
-    confined = [find_bwrap() or "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    confined = [find_bwrap() or "bwrap", *(_show_system(mounts) if mounts else ("--ro-bind", "/", "/"))]
+    confined += ["--dev", "/dev", "--proc", "/proc"]
     hidden = {str(Path(name).resolve()) for name in _HIDDEN_FOLDERS} | {str(Path.home().resolve())}
     hidden = {name for name in hidden if name != "/" and os.path.isdir(name)}
     for name in sorted(hidden, key=len):
         confined += ["--tmpfs", name]
+    for path, source in (mounts or {}).items():
+        confined += ["--bind", str(source), path]
+    hidden |= set(mounts or {})
     for file in _RESOLVER_FILES:
         if os.path.isfile(file):
             confined += ["--ro-bind", os.path.realpath(file), os.path.realpath(file)]
@@ -309,9 +355,25 @@ def _confine(argv: Sequence[str], base: Path) -> list[str]:
     for path in _list_sockets():
         if not any(Path(path).is_relative_to(name) for name in hidden):
             confined += ["--ro-bind", "/dev/null", path]
-    confined += ["--tmpfs", str(base.parent), "--bind", str(base), str(base), "--chdir", str(base / "work")]
+    for name in secret:
+        confined += ["--tmpfs", name]
+    confined += ["--tmpfs", str(base.parent)]
+    for source in own or (base,):
+        confined += ["--bind", str(source), str(source)]
+    confined += [*(["--remount-ro", "/"] if mounts else []), "--chdir", folder or str(base / "work")]
     confined += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--cap-drop", "ALL"]
     return [*confined, "--new-session", "--die-with-parent", "--", *argv]
+
+
+def _show_system(mounts: Mapping[str, Path]) -> list[str]:
+    """Return what shows the files of this machine, read-only, in a root where `mounts` can be made."""
+    argv = ["--tmpfs", "/"]
+    for name in sorted(os.listdir("/")):
+        path = f"/{name}"
+        if path in mounts or name in ("dev", "proc"):
+            continue
+        argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
+    return argv
 
 
 _HIDDEN_FOLDERS = ("/tmp", "/var/tmp", "/run", "/var/run", "/home", "/root")
@@ -345,13 +407,22 @@ class RunningProgram:
     def _start(self, command: str | Sequence[str]) -> int:
         argv = split_command(command) if command else None
         if argv is not None and self.config.sandbox:
-            argv = _confine(argv, self.base)
+            argv = self.confine(argv)
         limits = {
             "processes": self.config.max_processes,
             "output": self.config.max_output,
             "disk": self.config.max_disk,
         }
         return self._host.start(argv, self._environment, self.base, limits, self.key, self.config.isolation)
+
+    def confine(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs another one in the sandbox."""
+        return confine(argv, self.base)
+
+    @property
+    def max_seconds(self) -> tuple[float, str] | None:
+        """The seconds that it has for what it does now, and what set them; None = the run's."""
+        return None
 
     def start_reward_command(self) -> None:
         """Run the reward command in the program's place.
@@ -368,6 +439,8 @@ class RunningProgram:
                 shutil.copy2(source, target, follow_symlinks=False)
             elif source.is_dir():
                 shutil.copytree(source, target, symlinks=True)
+        if self.config.reward_file:  # what the program has put there is not the reward
+            _clear_way(self.base / "work", self.base / "work" / self.config.reward_file)
         environment = {name: value for name, value in self._environment.items() if name not in _KEYS}
         # so that `python -m pytest` is no pytest.py that the program has written, here or in its home folder
         environment |= {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
@@ -379,6 +452,18 @@ class RunningProgram:
         self._environment = environment
         self._host.forget(self._job)
         self._job = self._start(self.config.reward_command)
+
+    @property
+    def writes_reward(self) -> bool:
+        """True if the reward is read from a file at the end."""
+        return bool(self.config.reward_file)
+
+    def read_reward(self) -> WrittenReward | None:
+        """Return what the reward file says; None = it is not there. Raises ValueError for one without a reward."""
+        try:
+            return read_reward_file(self.base, f"work/{self.config.reward_file}")
+        except FileNotFoundError:
+            return None
 
     def poll(self) -> int | None:
         """Return the exit code, −n for signal n; None = it runs."""

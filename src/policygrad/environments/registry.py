@@ -50,9 +50,16 @@ def _reference_taskset(name: str) -> list[str]:
     return [taskset_module(name)]
 
 
+def _reference_harbor(name: str) -> list[str]:
+    from policygrad.environments.harbor import list_harbor_code
+
+    return list_harbor_code(name)
+
+
 FAMILIES = {
     "agent": Family("policygrad.environments.agent_program:use_function", _reference_file),
     "gymnasium": Family("policygrad.environments.gymnasium:GymnasiumText", _reference_module),
+    "harbor": Family("policygrad.environments.harbor:use_harbor", _reference_harbor),
     "mcp": Family("policygrad.environments.mcp:use_mcp_tools", _reference_tools),
     "openenv": Family("policygrad.environments.openenv:OpenEnv", lambda name: [to_http_url(name)]),
     "program": Family("policygrad.environments.agent_program:AgentProgram", _reference_program),

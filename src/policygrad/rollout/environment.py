@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from policygrad.errors import EngineError, ModelError
 from policygrad.models.chat.control_tokens import replace_surrogates
 from policygrad.models.chat.turns import AssistantMessage, ToolCall, ToolCallParser
-from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
+from policygrad.rewards.workers.messages import MAX_ABS_REWARD, MAX_FEEDBACK, quote, to_number
 from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
@@ -126,6 +126,8 @@ class Step:
     """Numbers to log as environment/NAME: summed over an episode's turns, averaged over the episodes that have them."""
     stop_reason: str = ENVIRONMENT
     """Why the episode ended, one word for metrics and logs; used when there is no observation."""
+    feedback: str = ""
+    """What there is to say about the episode, such as an error message, for algorithms that read it (`sdpo`) and logs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation | None):
@@ -141,6 +143,7 @@ class Step:
             metrics[str(replace_surrogates(name))] = _require_finite(f"metrics[{name!r}]", value)
         object.__setattr__(self, "metrics", metrics)
         object.__setattr__(self, "stop_reason", replace_surrogates(str(self.stop_reason)))
+        object.__setattr__(self, "feedback", str(replace_surrogates(str(self.feedback)))[:MAX_FEEDBACK])
 
 
 def is_finite_number(value: Any) -> bool:

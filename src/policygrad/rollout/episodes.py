@@ -246,6 +246,7 @@ class _Episode(Conversation):
         self.metrics: Counter[str] = Counter()
         self.done = self.truncated = False
         self.stop_reason = ""
+        self.feedback: list[str] = []
         self.columns: dict[str, Any] = {}  # for reward functions
         self._close: Callable[[], Any] | None = None
         try:
@@ -289,6 +290,7 @@ class _Episode(Conversation):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
             self.rewards.append(step.reward)
             self.metrics.update(step.metrics)
+            self.feedback += [step.feedback] if step.feedback else []
             self.done = cut or step.observation is None
             self.stop_reason = self.budget_reason if cut else step.stop_reason
             observation = None if cut else step.observation
@@ -321,6 +323,7 @@ class _Episode(Conversation):
             metrics=dict(self.metrics) | self._count_unseen(),
             turn_states=tuple(self.turn_states),
             stop_reason=self.stop_reason,
+            feedback="\n".join(self.feedback),
             failure=self.failure,
             columns=self.columns,
         )

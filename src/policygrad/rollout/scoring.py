@@ -100,7 +100,8 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     values: list[Sequence[float | None]] = list(named.values())
     if any(reward is not None for reward in environment):
         weights, values = [*weights, (ENVIRONMENT_REWARD, 1.0)], [*values, environment]
-    feedback = scores.feedback or [""] * len(rows)
+    written = scores.feedback or [""] * len(rows)
+    feedback = ["\n".join(filter(None, (row.feedback, text))) for row, text in zip(rows, written, strict=True)]
     by_row = zip(total, zip(*values, strict=True), feedback, strict=True)
     changes = [{"reward": r, "reward_parts": x, "feedback": text} for r, x, text in by_row]
     groups = _replace_trajectories(groups, changes, tuple(weights))

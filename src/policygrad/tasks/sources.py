@@ -42,7 +42,7 @@ from policygrad.tasks.reasoning_gym import Component
 from policygrad.utils.argv import split_outside_brackets
 from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
-HUB_PREFIX = "hf:"
+HUB_PREFIX, HARBOR_PREFIX = "hf:", "harbor:"
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are refused: no model reads that much, and parsing them takes long
 MAX_CACHED_BYTES = 64 * 2**20
 """Rows of JSONL files up to this size are kept in memory; those of larger files are read when requested."""
@@ -66,8 +66,8 @@ class Source(Protocol):
 
 
 def is_source(name: str) -> bool:
-    """Return True for the name of data: an existing file or folder, a pattern of files, `hf:…`, or a data file's suffix."""
-    is_named = name.startswith(HUB_PREFIX) or name.endswith(DATA_SUFFIXES)
+    """Return True for the name of data: a file or folder that exists, a pattern of files, `hf:…`, `harbor:…`, a suffix of data."""
+    is_named = name.startswith((HUB_PREFIX, HARBOR_PREFIX)) or name.endswith(DATA_SUFFIXES)
     return is_named or _path_exists(name) or is_data_folder(name) or (is_pattern(name) and bool(list_files(name)))
 
 
@@ -78,6 +78,10 @@ def open_source(name: str, example: str) -> Source:
         DataError: Data that does not exist, cannot be read or has no rows.
         ConfigError: A required library is not installed.
     """
+    if name.startswith(HARBOR_PREFIX):
+        from policygrad.tasks.harbor import HarborTasks
+
+        return HarborTasks(name)
     if name.startswith(HUB_PREFIX) or _is_dataset_folder(name):
         return open_dataset(load_dataset(name), name)
     if is_data_folder(name) or is_pattern(name):
@@ -110,6 +114,7 @@ def digest_data(name: object, relative_to: str | None = None) -> str | None:
     try:
         if not _is_dataset_folder(name) and (shards := list_files(name)):
             return _hash_text(f"{os.path.basename(shard)}\0{_hash_file(Path(shard))}\n" for shard in shards)
+        name = name.removeprefix(HARBOR_PREFIX)
         path = Path(name.partition(":")[0] if _is_dataset_folder(name) else name)
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -20,6 +20,7 @@ from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `directory`
 _WEIGHT = re.compile(r"\s*[\d.]+(?:[eE][+-]?\d+)?\s*\*\s*")
+HARBOR_PREFIX = "harbor:"  # as in tasks/sources.py, which takes a while to import
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -167,6 +168,8 @@ def _model_path(name: str, directory: Path) -> str:
 
 
 def _code_path(name: str, directory: Path) -> str:
+    if name.startswith(HARBOR_PREFIX):
+        return _harbor_path(name, directory)
     agent, name = ("agent:", name.removeprefix("agent:")) if name.startswith("agent:") else ("", name)
     file, _, attribute = name.rpartition(":")
     return agent + (f"{_path_in(file, directory)}:{attribute}" if file.endswith(".py") else name)
@@ -191,6 +194,8 @@ def _dataset_path(name: str, directory: Path) -> str:
     """Resolve a file, a folder or a pattern of files, or a folder that `datasets` saved, possibly followed by a split."""
     from policygrad.tasks.files import is_data_folder
 
+    if name.startswith(HARBOR_PREFIX):
+        return _harbor_path(name, directory)
     path = _path_in(name, directory)
     if path != name and (Path(path).is_file() or is_data_folder(name, str(directory))):
         return path
@@ -201,6 +206,12 @@ def _dataset_path(name: str, directory: Path) -> str:
     path = _path_in(folder, directory)
     is_dataset = path != folder and any((Path(path) / file).is_file() for file in _DATASETS_FILES)
     return path + colon + split if is_dataset else name
+
+
+def _harbor_path(name: str, directory: Path) -> str:
+    """Resolve the folder of `harbor:FOLDER`, which options may follow."""
+    folder, comma, options = name.removeprefix(HARBOR_PREFIX).partition(",")
+    return f"{HARBOR_PREFIX}{_path_in(folder, directory)}{comma}{options}"
 
 
 # Options that may name a file or folder, besides rewards.

@@ -76,7 +76,8 @@ class RunOptions:
     """Run Python code from the folder or repository of model, tokenizer and reference; without it such a model is refused."""
     task: Annotated[Any, optional_arg("NAME|FILE", kind=str)] = "embedded"
     """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), curriculum:NAME, verifiers:ID, or data.
-    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder, hf:REPOSITORY[:CONFIG[:SPLIT]], a mix, 0.7*a+0.3*b, rows."""
+    Data is a .jsonl, .json, .csv, .parquet or .arrow file, a folder, hf:REPOSITORY[:CONFIG[:SPLIT]], a mix, 0.7*a+0.3*b, rows.
+    harbor:FOLDER is tasks in Harbor's format."""
     row_map: Annotated[Any, optional_arg("FILE:NAME", "none", str)] = None
     """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
@@ -91,7 +92,8 @@ class RunOptions:
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[Any, optional_arg("FILE:NAME", "the prompt and one answer", str)] = None
     """One of calculator, mine.py:NAME, gymnasium:ID, textarena:GAME, openenv:URL, verifiers:ID, mcp:COMMAND|URL, rows:NAME+NAME.
-    A program that talks to an API: program:COMMAND, agent:FILE.py:FUNCTION. Without --reward only its own rewards count."""
+    Tasks of programs: harbor:FOLDER. A program that talks to an API: program:COMMAND, agent:FILE.py:FUNCTION.
+    Without --reward only its own rewards count."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds for one reset, step or close of the environment, or of a program's own work in an episode, which otherwise fails.
     If the first four calls of a method all exceed it, the run stops, resumably."""
