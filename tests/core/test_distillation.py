@@ -143,7 +143,7 @@ def test_distillation_reads_no_reward() -> None:
         pg.REINFORCE,
         pg.PRIME,
         pg.Algorithm(),
-        replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(), pg.GroupStd())),
+        replace(pg.DISTILL, advantage=(pg.GroupMean(),)),
         replace(pg.DISTILL, filters=(pg.DropZeroVariance(),)),
     ):
         assert other.reads_reward

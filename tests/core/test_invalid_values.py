@@ -87,7 +87,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "labels and another link": (
         lambda: replace(pg.REAL, advantage=(pg.ClassLabels(), pg.GroupStd())),
-        ["ClassificationWeight", "ClassLabels, GroupStd"],
+        ["GroupStd takes a reward, with or without a baseline", "after ClassLabels"],
     ),
     "labels of single tokens": (
         lambda: replace(pg.REAL, ratio=pg.Token()),

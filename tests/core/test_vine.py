@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "something of whole answers": (
         lambda: replace(VINE, advantage=(pg.Vine(), pg.GreedyBaseline())),
-        ["Batch.baseline of full completions"],
+        ["GreedyBaseline takes the reward to go", "after Vine"],
     ),
     "not first": (
         lambda: replace(VINE, advantage=(pg.GroupMean(), pg.Vine())),

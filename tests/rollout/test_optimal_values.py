@@ -177,7 +177,7 @@ def test_prompts_and_tokens_that_do_not_fit_are_refused(run: pg.Run, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantage": (pg.OptimalValue(), pg.GreedyBaseline())}, "two baselines of the prompt"),
+        ({"advantage": (pg.OptimalValue(), pg.GreedyBaseline())}, "after OptimalValue Ψ is the reward less a baseline"),
         ({"filters": (pg.DropZeroVariance("refill"),)}, "DropZeroVariance replaces some by further ones"),
         ({"filters": (pg.MovingLevel(),)}, "MovingLevel moves to others"),
         ({"reference": pg.Reference(refresh_every=2)}, "Reference has refresh_every or refresh_after_stall"),

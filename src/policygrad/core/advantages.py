@@ -20,6 +20,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage, Explanation, State
 from policygrad.core.batch import Batch
+from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, Stage
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import choice, setting
@@ -103,11 +104,25 @@ def _mean_of_siblings(batch: Batch, groups: Groups) -> Tensor:
     return (groups.sum(total) - total) / (groups.size - batch.counted.long()).clamp(min=1)
 
 
+class Baseline(Advantage):
+    """Base of the links that subtract a baseline from the reward."""
+
+    takes: ClassVar[frozenset[Stage]] = frozenset({"reward"})
+    gives: ClassVar[Stage | None] = "centred"
+
+
+class RewardScale(Advantage):
+    """Base of the links that divide by a statistic of the rewards, and so take what has their unit."""
+
+    takes: ClassVar[frozenset[Stage]] = REWARD_UNIT
+    gives: ClassVar[Stage | None] = "score"
+
+
 _NO_MEANS: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class RunningMean(Advantage):
+class RunningMean(Baseline):
     """Ψ = R_i − b, b an exponential mean of earlier rewards. It does not depend on completion i, so Ψ is unbiased.
 
     per='rollout': b is the mean up to the rollout before, without start-up bias. per='sample': each completion is compared with the
@@ -218,7 +233,7 @@ class FrozenRunningMean(RunningMean):
 
 
 @dataclass(frozen=True)
-class BatchMean(Advantage):
+class BatchMean(Baseline):
     """Ψ = R_i − mean over the batch. The mean includes R_i, which scales the gradient by (n − 1)/n."""
 
     formula = "R − mean_batch"
@@ -230,7 +245,7 @@ class BatchMean(Advantage):
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(Advantage):
+class LeaveOneOut(Baseline):
     """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline excludes R_i. Source: Ahmadian et al. 2024."""
 
     within: Within = choose_within()
@@ -255,7 +270,7 @@ class LeaveOneOut(Advantage):
 
 
 @dataclass(frozen=True)
-class OptimalBaseline(Advantage):
+class OptimalBaseline(Baseline):
     """Ψ = R_i − b_i, b_i = Σ_j n_j R_j / Σ_j n_j, with or without j = i, for b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
 
     Of all baselines that are constant over a completion, b* minimises the total variance of the gradient when each completion is
@@ -278,6 +293,10 @@ class OptimalBaseline(Advantage):
     leave_one_out: bool = True
     """Exclude j = i, which is unbiased. False: the sums over all j as published, biased since they include R_i."""
     uses_group_statistics: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> Stage | None:  # type: ignore[override]
+        return "tokens" if self.norm == "logits" else "centred"
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -347,7 +366,7 @@ class OptimalBaseline(Advantage):
 
 
 @dataclass(frozen=True)
-class GroupMean(Advantage):
+class GroupMean(Baseline):
     """Ψ = R_i − mean_g, which is (G−1)/G times leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
 
     within='peers' takes the mean over the comparable completions of the prompt: those of one role, or the attempts at one
@@ -377,7 +396,7 @@ class GroupMean(Advantage):
 
 
 @dataclass(frozen=True)
-class GroupStd(Advantage):
+class GroupStd(RewardScale):
     """Ψ ← Ψ/(std_g + eps), std of the group's total rewards. After `GroupMean` it is the z-score of Shao et al. 2024 (GRPO),
     sec. 4.1.2.
 
@@ -422,6 +441,12 @@ class BatchStd(Advantage):
     ddof: int = 1
     of: Literal["advantages", "rewards"] = choice(advantages="the centred Ψ", rewards="")
 
+    gives: ClassVar[Stage | None] = "score"
+
+    @property
+    def takes(self) -> frozenset[Stage]:  # type: ignore[override]
+        return REWARD_UNIT if self.of == "rewards" else PER_COMPLETION
+
     @property
     def formula(self) -> str:
         return f"/(std_batch{' R' if self.of == 'rewards' else ''} + {self.eps:g})"
@@ -440,7 +465,7 @@ class BatchStd(Advantage):
 
 
 @dataclass(frozen=True)
-class GreedyBaseline(Advantage):
+class GreedyBaseline(Baseline):
     """Ψ = R_i − R(ō), ō the greedy completion of the same prompt. It is independent of o_i, so Ψ is unbiased.
 
     Each prompt needs one more generation, which is scored but not trained on. If its reward failed (NaN), Ψ = 0.
@@ -462,7 +487,7 @@ def _subtract_baseline(psi: Tensor, batch: Batch, part: Advantage) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OptimalValue(Advantage):
+class OptimalValue(Baseline):
     """Ψ = R_i − V*(x), V*(x) = β·log E_{o∼π_ref}[exp(R(o)/β)]: the value of the best policy under a KL penalty β to π_ref.
 
     V* is estimated once, before the first update, from `samples` completions of each training prompt. A run trains on its first
@@ -480,8 +505,6 @@ class OptimalValue(Advantage):
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.optimal_values:OptimalValues",)
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
-        if sum(isinstance(link, (OptimalValue, GreedyBaseline)) for link in algorithm.advantage) > 1:
-            yield "advantage has two baselines of the prompt (OptimalValue, GreedyBaseline): keep one"
         if levels := [type(part).__name__ for part in algorithm.filters if "level" in part.needs]:
             yield f"OptimalValue is estimated for the prompts of one level, and {levels[0]} moves to others: remove one of the two"
         if refilling := [type(part).__name__ for part in algorithm.filters if part.refills]:
@@ -545,7 +568,7 @@ class ConstantBaseline(Advantage):
 
 
 @dataclass(frozen=True)
-class DivideByGroupMean(Advantage):
+class DivideByGroupMean(RewardScale):
     """Ψ ← Ψ/mean_g. After `GroupMean`: (R_i − mean_g)/mean_g, maximum likelihood of success.
 
     For rewards of 0 and 1 and success probability p, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean score of the
@@ -603,6 +626,7 @@ class PassAtK(Advantage):
     False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "score"
 
     def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
         if samples_per_prompt <= self.k:
@@ -657,6 +681,7 @@ class RejectionSampling(Advantage):
     """right: R_i ≥ threshold; best: R_i = max_g R, including ties."""
     threshold: float = 1.0
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "score"
 
     @property
     def uses_group_statistics(self) -> bool:  # type: ignore[override]
@@ -685,6 +710,7 @@ class ClassLabels(Advantage):
 
     threshold: float = 1.0
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "score"
     uses_group_statistics: ClassVar[bool] = True
 
     @property
@@ -722,6 +748,7 @@ class RewardZScores(Advantage):
     ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "score"
     uses_group_statistics: ClassVar[bool] = True
 
     @property
@@ -765,6 +792,7 @@ class TeacherLogRatio(Advantage):
     discount: float = setting(0.0, "in [0, 1]")
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
     reads_reward: ClassVar[bool] = False
 
     def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.chains import ANY, Stage
 from policygrad.core.metrics import Metric, Metrics
 from policygrad.core.settings import check_settings
 
@@ -182,6 +183,10 @@ class Advantage(Part):
 
     starts_chain: ClassVar[bool] = False
     """True if the link starts from the rewards and ignores the Ψ it is given, so that it must come first."""
+    takes: ClassVar[frozenset[Stage]] = ANY
+    """What Ψ may be before the link (`core.chains`)."""
+    gives: ClassVar[Stage | None] = None
+    """What Ψ is after it; None: what it was before."""
     reads_reward: ClassVar[bool] = True
     """True if the link reads rewards. A run whose links read none needs no reward function."""
     samples_values: ClassVar[bool] = False
@@ -297,6 +302,8 @@ class Correction(Part):
 
     corrects_sampler: ClassVar[bool] = True
     """True if the factor accounts for μ ≠ π_old, so that stale samples need no other correction. False for a mask."""
+    reweights: ClassVar[bool] = False
+    """True if the factor is ρ = π_old/μ itself, bounded or not, of which an update takes one. False for a mask."""
     reads_psi: ClassVar[bool] = False
     """True if the factor depends on Ψ, so that it does nothing where Ψ is always 0."""
 

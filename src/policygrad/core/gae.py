@@ -20,6 +20,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
+from policygrad.core.chains import Stage
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.core.settings import setting
 
@@ -28,6 +29,7 @@ class ValueAdvantage(Advantage):
     """Base of the advantages from a critic's values."""
 
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
     value_fields: ClassVar[frozenset[str]] = frozenset({"values"})
     """The fields of `Batch` that it needs without `bootstrap`."""
     bootstrap: bool
@@ -171,6 +173,7 @@ class Whiten(Advantage):
     """
 
     eps: float = setting(1e-8, "at least 0 and finite")
+    gives: ClassVar[Stage | None] = "tokens"
 
     formula = ";  whitened over the rollout"
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
+from policygrad.core.chains import Stage
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
 from policygrad.core.settings import setting
@@ -46,6 +47,7 @@ class ProcessReward(Advantage):
     False: process supervision alone, as published; the outcome does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
     uses_group_statistics: ClassVar[bool] = True
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
@@ -103,6 +105,7 @@ class PrefixValue(Advantage):
     samples: int = setting(9, "at least 1", "completion per step")
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
     samples_values: ClassVar[bool] = True
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.prefix_values:PrefixValues",)
 
@@ -131,6 +134,7 @@ class ImplicitProcess(Advantage):
     gamma: float = setting(1.0, "in [0, 1]")
     needs: ClassVar[frozenset[str]] = frozenset({"implicit_reward"})
     uses_group_statistics: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
 
     @property
     def formula(self) -> str:

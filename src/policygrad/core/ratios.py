@@ -114,6 +114,7 @@ class TruncatedIS(Correction):
     cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree")
     level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
+    reweights: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
@@ -131,6 +132,7 @@ class MaskedIS(Correction):
     high: float = 5.0
     level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
+    reweights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

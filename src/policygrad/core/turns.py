@@ -17,6 +17,7 @@ from policygrad.core import masked
 from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
+from policygrad.core.chains import Stage
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
 from policygrad.core.masked import Groups
 from policygrad.core.settings import setting
@@ -83,6 +84,7 @@ class TurnReturn(Advantage):
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
 
     @property
     def formula(self) -> str:
@@ -104,6 +106,8 @@ class TurnLeaveOneOut(Advantage):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
+    takes: ClassVar[frozenset[Stage]] = frozenset({"reward", "tokens"})
+    gives: ClassVar[Stage | None] = "tokens"
     uses_group_statistics: ClassVar[bool] = True
 
     formula = "− mean_{j≠i} Ψ_{j,n},  over the siblings that have a turn n"
@@ -133,6 +137,7 @@ class TurnDiscount(Advantage):
     gamma: float = setting(0.99, "in [0, 1]")
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
+    gives: ClassVar[Stage | None] = "tokens"
 
     @property
     def formula(self) -> str:
@@ -169,6 +174,7 @@ class GroupInGroup(Advantage):
     ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "tokens"
     uses_group_statistics: ClassVar[bool] = True
 
     @property

@@ -27,6 +27,7 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.chains import find_chain_conflicts
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,9 +211,7 @@ def _find_order_conflicts(algorithm: Algorithm) -> Iterator[str]:
             yield f"{type(part).__name__} needs the task's scores of full groups: put it first in filters"
         elif part.refills and i:
             yield f"{type(part).__name__} decides which groups are resampled: put it first in filters, the only one that does"
-    late = [type(link).__name__ for link in algorithm.advantage[1:] if link.starts_chain]
-    if late:
-        yield f"{late[0]} starts from the rewards and would ignore the links before it: put it first in advantage"
+    yield from find_chain_conflicts(algorithm.advantage)
 
 
 def _find_demonstration_conflicts(algorithm: Algorithm) -> Iterator[str]:
@@ -230,6 +229,9 @@ def _find_shared_resources(algorithm: Algorithm) -> Iterator[str]:
     names = [type(part).__name__ for part in algorithm.parts() if "selected" in part.needs]
     if len(names) > 1:
         yield f"{' and '.join(names)} each select tokens of an update, and Batch.selected holds one selection: remove one"
+    names = [type(part).__name__ for part in algorithm.corrections if part.reweights]
+    if len(names) > 1:
+        yield f"{' and '.join(names)} each multiply by ρ = π_old/μ, which would then count twice: keep one in corrections"
     for when in ("mixture_weight", "final_mixture_weight"):
         shares = [(type(term).__name__, getattr(term, when)) for term in algorithm.terms]
         if sum(share for _, share in shares) > 1:

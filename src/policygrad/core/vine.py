@@ -18,6 +18,7 @@ from policygrad.core.advantages import reward_to_go
 from policygrad.core.aggregation import SequenceMean
 from policygrad.core.base import Advantage, Gate, Term
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.chains import Stage
 from policygrad.core.masked import Groups
 from policygrad.core.ratios import bounded_exp
 from policygrad.core.settings import setting
@@ -63,6 +64,7 @@ class Vine(Advantage):
     samples: int = setting(1, "at least 1", "completion per action")
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "centred"
     replaces_rows: ClassVar[bool] = True
     providers: ClassVar[tuple[str, ...]] = ("policygrad.rollout.vine:VineRows",)
 

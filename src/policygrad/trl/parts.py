@@ -7,7 +7,7 @@ These parts keep TRL's numbers instead, for scripts that were tuned with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage, Aggregation, Correction
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.chains import PER_COMPLETION, Stage
 from policygrad.core.gates import ClippedImportance
 from policygrad.core.ratios import HighEntropy, bounded_exp
 from policygrad.core.terms import ExactEntropy, KLToReference
@@ -168,6 +169,8 @@ class CompletionZScores(Advantage):
     """
 
     eps: float = 1e-4
+    takes: ClassVar[frozenset[Stage]] = PER_COMPLETION
+    gives: ClassVar[Stage | None] = "score"
 
     @property
     def formula(self) -> str:

@@ -1,0 +1,61 @@
+"""What each link of an advantage chain makes of Ψ, and which links can follow it.
+
+A chain begins with the reward to go. A baseline subtracts from the reward, so that it can stand only where Ψ is still the reward;
+a scale made of rewards divides what has the reward's unit; and a number for each completion can be taken only where Ψ is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from policygrad.core.base import Advantage
+
+Stage = Literal["reward", "centred", "score", "tokens"]
+"""What Ψ is between two links."""
+STAGES: dict[Stage, str] = {
+    "reward": "the reward to go",
+    "centred": "the reward less a baseline",
+    "score": "a number for each completion that is not in the reward's unit",
+    "tokens": "a number of its own for each token",
+}
+ANY: frozenset[Stage] = frozenset(STAGES)
+REWARD_UNIT: frozenset[Stage] = frozenset({"reward", "centred"})
+PER_COMPLETION: frozenset[Stage] = ANY - {"tokens"}
+_TAKES = {
+    frozenset({"reward"}): STAGES["reward"],
+    REWARD_UNIT: "a reward, with or without a baseline",
+    PER_COMPLETION: "one number for each completion",
+}
+"""What a link takes, in words; else what may be, one after the other."""
+
+
+def find_chain_conflicts(links: Sequence[Advantage]) -> Iterator[str]:
+    """Yield which links cannot follow those before them, each with a remedy."""
+    if late := [link for link in links[1:] if link.starts_chain]:
+        yield (
+            f"{type(late[0]).__name__} starts from the rewards and would ignore the links before it: put it first in advantage"
+        )
+        return
+    if (misfit := _find_misfit(links)) is None:
+        return
+    i, stage = misfit
+    before, after = type(links[i - 1]).__name__, type(links[i]).__name__
+    swapped = [*links[: i - 1], links[i], links[i - 1]]
+    fits_swapped = not links[i - 1].starts_chain and _find_misfit(swapped) is None
+    remedy = f"put {after} before {before}" if fits_swapped else "keep one of the two"
+    if stage == "tokens" and links[i].gives == "score":
+        remedy += ", or scale by Whiten(),"
+    takes = _TAKES.get(links[i].takes) or " or ".join(STAGES[s] for s in STAGES if s in links[i].takes)
+    yield f"{after} takes {takes}, and after {before} Ψ is {STAGES[stage]}: {remedy} in advantage"
+
+
+def _find_misfit(links: Sequence[Advantage]) -> tuple[int, Stage] | None:
+    """Return the place of the first link that cannot take what Ψ is there, and what it is."""
+    stage: Stage = "reward"
+    for i, link in enumerate(links):
+        if stage not in link.takes:
+            return i, stage
+        stage = link.gives or stage
+    return None
