@@ -17,6 +17,7 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.commands.docstrings import read_field_docs
 from policygrad.commands.render import format_part, shorten_number
 from policygrad.core.algorithm import Algorithm
+from policygrad.core.chains import STAGES, describe_taken
 from policygrad.core.validation import ROLES
 from policygrad.training.base_trainer import TrainingResult
 
@@ -289,10 +290,31 @@ def reference_pages() -> dict[str, str]:
     return {
         "index.md": _index(named),
         **{
-            f"{file}.md": page(f"# {title}", top, *map(_section, named[file]))
+            f"{file}.md": page(f"# {title}", top, *EXTRA.get(file, tuple)(), *map(_section, named[file]))
             for file, (title, top, _) in PAGES.items()
         },
     }
+
+
+def chain_sections() -> tuple[str, ...]:
+    """Write which links can follow which, from what they declare."""
+    links = [(name, getattr(parts, name)()) for name in _parts("advantage")]
+    by_rule: dict[tuple[str, str], list[str]] = {}
+    for name, link in links:
+        takes = "nothing: it comes first" if link.starts_chain else describe_taken(link.takes)
+        gives = "what it takes" if link.gives is None else STAGES[link.gives]
+        by_rule.setdefault((takes, gives), []).append(f"`{name}`")
+    rows = [(", ".join(names), takes, gives) for (takes, gives), names in sorted(by_rule.items())]
+    return (
+        "## Which link can follow which",
+        "Between two links Ψ is one of four things. An algorithm whose links do not fit is refused when it is built, with the "
+        "remedy. `OptimalBaseline('logits')` gives a number for each token, and `BatchStd(of='rewards')` takes a reward; a part of "
+        "your own takes anything and leaves it what it is, unless its class says `takes` and `gives`.",
+        table(("links", "take", "give"), rows),
+    )
+
+
+EXTRA = {"advantages": chain_sections}
 
 
 def _section(name: str) -> str:

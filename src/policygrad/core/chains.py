@@ -27,6 +27,7 @@ _TAKES = {
     frozenset({"reward"}): STAGES["reward"],
     REWARD_UNIT: "a reward, with or without a baseline",
     PER_COMPLETION: "one number for each completion",
+    ANY: "anything",
 }
 """What a link takes, in words; else what may be, one after the other."""
 
@@ -47,8 +48,12 @@ def find_chain_conflicts(links: Sequence[Advantage]) -> Iterator[str]:
     remedy = f"put {after} before {before}" if fits_swapped else "keep one of the two"
     if stage == "tokens" and links[i].gives == "score":
         remedy += ", or scale by Whiten(),"
-    takes = _TAKES.get(links[i].takes) or " or ".join(STAGES[s] for s in STAGES if s in links[i].takes)
-    yield f"{after} takes {takes}, and after {before} Ψ is {STAGES[stage]}: {remedy} in advantage"
+    yield f"{after} takes {describe_taken(links[i].takes)}, and after {before} Ψ is {STAGES[stage]}: {remedy} in advantage"
+
+
+def describe_taken(stages: frozenset[Stage]) -> str:
+    """Say what a link takes, for messages and tables."""
+    return _TAKES.get(stages) or " or ".join(STAGES[stage] for stage in STAGES if stage in stages)
 
 
 def _find_misfit(links: Sequence[Advantage]) -> tuple[int, Stage] | None:
