@@ -84,6 +84,22 @@ UNIT = "with one update per rollout every ratio π_θ/π_old is 1"
         ("trpo --algorithm.gate Clip", ""),  # its line search compares with the old policy
         ("grpo", ""),
         ("grpo --algorithm.reference.success-reward 2", "Reference.success_reward = 2 of the reference has no effect: no template"),
+        ("scale_rl --algorithm.filters.drop-zero-variance.max-rounds 8", "it needs mode = refill, which is drop"),
+        ("dapo --algorithm.filters.drop-zero-variance.max-rounds 8", ""),
+        ("raft --algorithm.advantage.rejection-sampling.keep best --algorithm.advantage.rejection-sampling.threshold 0.5",
+         "RejectionSampling.threshold = 0.5 of the advantage has no effect: it needs keep = right, which is best"),
+        ("passk --algorithm.advantage.pass-at-k.no-normalise --algorithm.advantage.pass-at-k.eps 1e-3", "it needs normalise"),
+        ("grpo --algorithm.terms ExactEntropy --algorithm.terms.exact-entropy.step 1e-3", "ExactEntropy.step = 0.001 of the term"),
+        ("grpo --algorithm.terms ExactEntropy --algorithm.terms.exact-entropy.target 0.3 "
+         "--algorithm.terms.exact-entropy.eta 0 --algorithm.terms.exact-entropy.step 1e-3", ""),
+        ("chord --algorithm.terms.demonstration-nll.decay-rollouts 10", "it needs final_mu, which is not set"),
+        ("ppo --algorithm.critic.pretrain-until 0.9", "it needs pretrain above 0, which is 0"),
+        ("gigpo --algorithm.advantage.group-in-group.no-std --algorithm.advantage.group-in-group.ddof 0", "it needs std, which is"),
+        ("distill --teacher tiny --algorithm.advantage.teacher-log-ratio.coefficient 0 "
+         "--algorithm.advantage.teacher-log-ratio.discount 0.5", "coefficient is 0, so that TeacherLogRatio adds nothing"),
+        ("sdft --algorithm.gate Clip --algorithm.update-rule.minibatches 2", "the gate Clip has no effect: the advantage of sdft is always 0"),
+        ("grpo --algorithm.terms.kl-to-reference.beta 0 --algorithm.terms.kl-to-reference.form k2", "beta is 0, so that KLTo"),
+        ("asymre --algorithm.ratio Sequence", "the gate UnitWeight does not read the ratio"),
         ("ppo --samples-per-prompt 4", "only 256 completions of 64 prompts. --samples-per-prompt 1 --prompts-per-step 256"),
         ("grpo --samples-per-prompt 4", ""),
         ("grpo --environment.timeout 5", "environment.timeout = 5.0 has no effect: the run has no environment"),

@@ -23,7 +23,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, Stage
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
-from policygrad.core.settings import choice, setting
+from policygrad.core.settings import SET, acts_with, choice, setting
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -403,8 +403,8 @@ class GroupStd(RewardScale):
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
     """
 
-    eps: float = setting(1e-4, "at least 0 and finite")
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0")
+    ddof: int = setting(1, "0 or 1")
     within: Within = choose_within()
     uses_group_statistics: ClassVar[bool] = True
 
@@ -437,8 +437,8 @@ class BatchStd(Advantage):
     of='rewards' takes the std of the rewards, which includes differences between prompts. Source: Liu et al. 2025 (Lite PPO).
     """
 
-    eps: float = setting(1e-4, "at least 0 and finite")
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0")
+    ddof: int = setting(1, "0 or 1")
     of: Literal["advantages", "rewards"] = choice(advantages="the centred Ψ", rewards="")
 
     gives: ClassVar[Stage | None] = "score"
@@ -620,7 +620,7 @@ class PassAtK(Advantage):
     """
 
     k: int = setting(4, "at least 1", hint="pass@1 is the mean reward")
-    eps: float = setting(1e-6, "at least 0 and finite")
+    eps: float = acts_with(setting(1e-6, "at least 0"), normalise=SET)
     normalise: bool = True
     """Divide by σ.
     False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
@@ -679,7 +679,7 @@ class RejectionSampling(Advantage):
 
     keep: Literal["right", "best"] = choice(right="R_i ≥ threshold", best="the best of each prompt")
     """right: R_i ≥ threshold; best: R_i = max_g R, including ties."""
-    threshold: float = 1.0
+    threshold: float = acts_with(setting(1.0, "a finite number"), keep="right")
     starts_chain: ClassVar[bool] = True
     gives: ClassVar[Stage | None] = "score"
 
@@ -744,7 +744,7 @@ class RewardZScores(Advantage):
         ConfigError: a batch without rewards per function, or with token rewards, which would be ignored.
     """
 
-    eps: float = setting(1e-4, "at least 0 and finite")
+    eps: float = setting(1e-4, "at least 0")
     ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     starts_chain: ClassVar[bool] = True
@@ -794,6 +794,7 @@ class TeacherLogRatio(Advantage):
     starts_chain: ClassVar[bool] = True
     gives: ClassVar[Stage | None] = "tokens"
     reads_reward: ClassVar[bool] = False
+    multipliers: ClassVar[tuple[str, ...]] = ("coefficient",)
 
     def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         """A custom loop may fill `logp_ref` by itself; a run takes it from the reference, by default the initial policy."""
@@ -807,10 +808,6 @@ class TeacherLogRatio(Advantage):
     @property
     def reference_penalty(self) -> float:
         return self.coefficient
-
-    @property
-    def is_zero(self) -> bool:
-        return self.coefficient == 0
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

@@ -17,7 +17,7 @@ from policygrad.core.base import Part, RunLength, State, format_steps
 from policygrad.core.batch import Batch
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
-from policygrad.core.settings import COUNT, choice, setting
+from policygrad.core.settings import ABOVE_0, COUNT, acts_with, choice, setting
 from policygrad.core.turns import MultiTurnGAE, token_discount, turn_discount
 from policygrad.errors import ConfigError
 
@@ -75,9 +75,9 @@ class Critic(TrainedModel):
     """Use the error of clip(V, V_old ± clip) where it is larger; 0 disables clipping."""
     pretrain: int = setting(0, "at least 0")
     """Maximum rollouts of value pre-training, during which the policy is not updated."""
-    pretrain_until: float = 0.5
+    pretrain_until: float = acts_with(setting(0.5, "a finite number"), pretrain=ABOVE_0)
     """Explained variance of fresh returns at which pre-training stops early."""
-    pretrain_epochs: int = setting(4, COUNT)
+    pretrain_epochs: int = acts_with(setting(4, COUNT), pretrain=ABOVE_0)
     """Value steps per update of pre-training."""
     backbone: Literal["separate", "policy"] = choice(separate="", policy="")
     """separate: a backbone of its own; policy: the policy's hidden states, under stop-gradient."""

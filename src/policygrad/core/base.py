@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.chains import ANY, Stage
 from policygrad.core.metrics import Metric, Metrics
-from policygrad.core.settings import check_settings
+from policygrad.core.settings import check_settings, find_settings_without_effect
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
@@ -54,6 +54,8 @@ class Part:
     its module:class, which is imported when it is needed."""
     uses_group_statistics: ClassVar[bool] = False
     """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
+    multipliers: ClassVar[tuple[str, ...]] = ()
+    """Settings that multiply all that the part adds to the objective: where all are 0 or None, no other acts."""
     length: int | None = 0
     """Tokens. None is filled with the run's generation budget (`Algorithm.with_max_tokens`); 0 means the part has no length."""
 
@@ -65,6 +67,11 @@ class Part:
     def formula(self) -> str:
         """One line for the printed equation."""
         return type(self).__name__
+
+    @property
+    def is_zero(self) -> bool:
+        """True if what the part adds to the objective is 0 for every batch."""
+        return bool(self.multipliers) and not any(getattr(self, name) for name in self.multipliers)
 
     @property
     def extra_samples(self) -> str:
@@ -102,9 +109,16 @@ class Part:
             )
 
     def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
-        """Return setting -> why it cannot act beside the algorithm's other parts, with a remedy; "" stands for the choice of this
-        part instead of another of its kind. A run says so of what was changed in it."""
-        return {}
+        """Return setting -> why it cannot act beside the part's other settings and the other parts, with a remedy; "" stands for
+        the choice of this part instead of another of its kind. A run says so of what was changed in it. What fields declare
+        (`acts_with`) and the answers of a part's base classes count too, without a call of super(): `validation.list_idle` asks
+        every class."""
+        idle = dict(find_settings_without_effect(self))
+        if self.is_zero:
+            zero = self.multipliers[0]
+            reason = f"{zero} is 0, so that {type(self).__name__} adds nothing. Set {zero}, or leave it out"
+            idle |= {f.name: reason for f in fields(self) if f.name not in self.multipliers}  # type: ignore[arg-type]
+        return idle
 
     def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
         """Yield which schedules of the part never take effect in a run of this length, each with a remedy."""
@@ -222,11 +236,6 @@ class Advantage(Part):
         """
         return None
 
-    @property
-    def is_zero(self) -> bool:
-        """True if the link's Ψ is 0 for every batch, so that the policy learns from terms alone."""
-        return False
-
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         if self.samples_values and algorithm.critic is not None:
             name = type(self).__name__
@@ -237,6 +246,14 @@ class Advantage(Part):
         """[B, T] -> [B, T]."""
 
 
+def list_idle_without_advantage(part: Part, algorithm: Algorithm) -> Mapping[str, str]:
+    """Return what of a gate or ratio has no effect where Ψ is always 0: all of it."""
+    if not algorithm.has_zero_advantage:
+        return {}
+    reason = f"the advantage of {algorithm.name} is always 0, and the policy learns from terms alone. Leave it out"
+    return dict.fromkeys(("", *(f.name for f in fields(part))), reason)  # type: ignore[arg-type]
+
+
 class Ratio(Part):
     """Turns per-token log-ratios into the importance ratio r."""
 
@@ -244,6 +261,12 @@ class Ratio(Part):
     """True if r is the ratio of the completion's joint probability; each token then holds 1/|o| of the objective's value."""
     per_token: ClassVar[bool] = False
     """True if r at a token depends on that token alone, as gates with `requires_token_ratio` need it."""
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        if not algorithm.gate.reads_ratio:
+            gate = type(algorithm.gate).__name__
+            return {"": f"the gate {gate} does not read the ratio. Set another gate, or leave it out"}
+        return list_idle_without_advantage(self, algorithm)
 
     @abstractmethod
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -257,8 +280,13 @@ class Gate(Part):
     """True if the gate takes no ratio, which is correct only while π_θ = π_old."""
     requires_token_ratio: ClassVar[bool] = False
     """True if the gate reads per-token ratios, so that only a ratio that is `per_token` fits."""
+    reads_ratio: ClassVar[bool] = True
+    """True if w depends on the ratio."""
     requires_full_groups: ClassVar[bool] = False
     """True if a token's weight depends on the other tokens of its group, so that no micro-batch may split a group."""
+
+    def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        return list_idle_without_advantage(self, algorithm)
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         name, ratio, updates = type(self).__name__, algorithm.ratio, algorithm.update_rule.updates

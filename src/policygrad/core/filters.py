@@ -15,7 +15,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.outputs import check_same_batch
-from policygrad.core.settings import COUNT, check_setting, choice, setting
+from policygrad.core.settings import COUNT, acts_with, check_setting, choice, setting
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
@@ -32,8 +32,8 @@ class DropZeroVariance(Filter):
     """
 
     mode: Literal["refill", "reweight", "drop"] = choice(refill="", reweight="", drop="")
-    max_rounds: int = setting(4, COUNT)
-    keep_leftovers: bool = True
+    max_rounds: int = acts_with(setting(4, COUNT), mode="refill")
+    keep_leftovers: bool = acts_with(setting(True, ""), mode="refill")
     """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights.
     False: they are discarded, and every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
@@ -303,8 +303,8 @@ class PassRateBand(Curriculum):
 
     """
 
-    low: float = 0.0
-    high: float = 1.0
+    low: float = setting(0.0, "a number", unbounded=True)
+    high: float = setting(1.0, "a number", unbounded=True)
     cooldown: int = 4
     max_cooldown: int = 256
 
@@ -354,8 +354,8 @@ class MovingLevel(Curriculum):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"level", "levels"})
-    up: float = 0.7
-    down: float = 0.1
+    up: float = setting(0.7, "a number", unbounded=True)
+    down: float = setting(0.1, "a number", unbounded=True)
     rollouts: int = setting(2, COUNT)
     start: int = setting(0, "at least 0")
 

@@ -137,7 +137,7 @@ class LengthAdaptiveGAE(ValueAdvantage):
     λ is 0 up to l = 1/α tokens (20 at α = 0.05), so short completions need a larger α.
     """
 
-    alpha: float = setting(0.05, "above 0 and finite")
+    alpha: float = setting(0.05, "above 0")
     gamma: float = setting(1.0, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
@@ -172,7 +172,7 @@ class Whiten(Advantage):
     Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
     """
 
-    eps: float = setting(1e-8, "at least 0 and finite")
+    eps: float = setting(1e-8, "at least 0")
     gives: ClassVar[Stage | None] = "tokens"
 
     formula = ";  whitened over the rollout"

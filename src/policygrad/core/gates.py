@@ -56,6 +56,7 @@ class UnitWeight(RatioGate):
     its own objective, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
     """
 
+    reads_ratio: ClassVar[bool] = False
     formula = "1, whatever r"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -95,9 +96,9 @@ class Clip(RatioGate):
     2020, eq. 5.
     """
 
-    low: float = setting(0.2, "at least 0")
-    high: float = setting(0.2, "at least 0")
-    c: float | None = setting(None, "above 1", hint="it bounds r from above where Ψ < 0")
+    low: float = setting(0.2, "at least 0", unbounded=True)
+    high: float = setting(0.2, "at least 0", unbounded=True)
+    c: float | None = setting(None, "above 1", hint="it bounds r from above where Ψ < 0", unbounded=True)
     """Bound on r where Ψ < 0 (dual clip); None: no bound."""
 
     @property
@@ -125,8 +126,8 @@ class ClippedImportance(RatioGate):
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
     """
 
-    low: float = 0.0
-    high: float = 5.0
+    low: float = setting(0.0, "at least 0")
+    high: float = setting(5.0, "at least 1", unbounded=True)
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
@@ -157,8 +158,8 @@ class SigmoidGate(RatioGate):
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
     """
 
-    tau_pos: float = setting(1.0, "above 0 and finite")
-    tau_neg: float = setting(1.05, "above 0 and finite")
+    tau_pos: float = setting(1.0, "above 0")
+    tau_neg: float = setting(1.05, "above 0")
 
     @property
     def formula(self) -> str:
@@ -265,8 +266,8 @@ class GeometricMean(RatioGate):
     Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
     """
 
-    low: float = setting(0.4, "above 0 and finite")
-    high: float = setting(0.4, "above 0 and finite")
+    low: float = setting(0.4, "above 0")
+    high: float = setting(0.4, "above 0")
     requires_token_ratio: ClassVar[bool] = True
 
     @property
@@ -303,7 +304,7 @@ class DivergenceClip(RatioGate):
     """
 
     measure: Literal["tv", "kl"] = choice(tv="|π_θ − π_old|", kl="binary, in nats")
-    delta: float = setting(0.15, "above 0 and finite")
+    delta: float = setting(0.15, "above 0")
     """For the total variation; the authors use 0.05 for the binary KL."""
     requires_token_ratio: ClassVar[bool] = True
 
@@ -350,10 +351,10 @@ class GammaKernel(RatioGate):
     Source: Shen et al. 2026 (VESPO), sec. 3.4.
     """
 
-    k_pos: float = setting(2.0, "above 0 and finite")
-    lambda_pos: float = setting(3.0, "above 0 and finite")
-    k_neg: float = setting(3.0, "above 0 and finite")
-    lambda_neg: float = setting(2.0, "above 0 and finite")
+    k_pos: float = setting(2.0, "above 0")
+    lambda_pos: float = setting(3.0, "above 0")
+    k_neg: float = setting(3.0, "above 0")
+    lambda_neg: float = setting(2.0, "above 0")
 
     @property
     def formula(self) -> str:
@@ -381,7 +382,7 @@ class LogClip(RatioGate):
     """
 
     low: float = setting(0.2, "between 0 and 1", hint="log(1 − low) is the lower bound of log r")
-    high: float = setting(0.2, "above 0 and finite")
+    high: float = setting(0.2, "above 0")
 
     @property
     def formula(self) -> str:
@@ -411,7 +412,7 @@ class FutureKL(Clip):
     """
 
     c: float | None = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
-    half_life: float = setting(32.0, "above 0 and finite")
+    half_life: float = setting(32.0, "above 0")
     """Positions after which a later token's change counts half."""
     f_low: float = setting(1.0, "in [0, 1]")
     f_high: float = setting(1.2, "at least 1")
@@ -462,7 +463,7 @@ class ClassificationWeight(RatioGate):
     times log(1 + Σ_+ e^{−s/τ}) + log(1 + Σ_− e^{s/τ}) per prompt. Source: Zhai et al. 2026 (REAL), arXiv:2602.05630.
     """
 
-    tau: float = setting(0.5, "above 0 and finite")
+    tau: float = setting(0.5, "above 0")
     """τ: temperature of the logits s/τ."""
     requires_full_groups: ClassVar[bool] = True
 
@@ -514,7 +515,7 @@ class SecondMomentFilter(RatioGate):
     furthest first. Nothing else is clipped. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
     """
 
-    threshold: float = setting(0.04, "at least 0 and finite")
+    threshold: float = setting(0.04, "at least 0")
     """τ, nats²."""
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
@@ -556,13 +557,13 @@ class ClipCov(RatioGate):
     Source: Cui et al. 2025 (Clip-Cov), arXiv:2505.22617, sec. 4.
     """
 
-    low: float = setting(1.0, "at least 0")
+    low: float = setting(1.0, "at least 0", unbounded=True)
     """As published, the ratio is not clipped from below: 1 − low = 0."""
-    high: float = setting(1.0, "at least 0")
+    high: float = setting(1.0, "at least 0", unbounded=True)
     fraction: float = setting(2e-4, "above 0 and at most 1")
     """Fraction of all tokens of the update; at least one token, if the band is not empty."""
-    cov_low: float = 1.0
-    cov_high: float = 5.0
+    cov_low: float = setting(1.0, "a number", unbounded=True)
+    cov_high: float = setting(5.0, "a number", unbounded=True)
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})

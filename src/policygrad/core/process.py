@@ -40,7 +40,7 @@ class ProcessReward(Advantage):
             ends, which no step would include.
     """
 
-    eps: float = setting(1e-4, "at least 0 and finite")
+    eps: float = setting(1e-4, "at least 0")
     ddof: int = setting(1, "0 or 1")
     outcome: bool = True
     """Add the completion's reward to the last step's.

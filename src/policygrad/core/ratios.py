@@ -111,7 +111,7 @@ def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
 class TruncatedIS(Correction):
     """× min(ρ, cap): bounded, and biased where capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with engines)."""
 
-    cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree")
+    cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree", unbounded=True)
     level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
     reweights: ClassVar[bool] = True
@@ -128,8 +128,8 @@ class TruncatedIS(Correction):
 class MaskedIS(Correction):
     """× ρ where low ≤ ρ ≤ high, else × 0: no gradient from tokens on which the two engines disagree. Source: IcePop (Ling 2025)."""
 
-    low: float = 0.5
-    high: float = 5.0
+    low: float = setting(0.5, "in [0, 1]")
+    high: float = setting(5.0, "at least 1", unbounded=True)
     level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
     reweights: ClassVar[bool] = True

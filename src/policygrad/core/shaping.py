@@ -46,6 +46,7 @@ class KLInReward(AdaptiveBeta, Shaping):
     )
     """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     def __post_init__(self) -> None:
         if self.form != "k1":
@@ -92,9 +93,9 @@ class SoftOverlong(Shaping):
     Source: Yu et al. 2025 (DAPO), eq. 13.
     """
 
-    length: int | None = None
+    length: int | None = setting(None, "at least 1", "token")
     cache: float = setting(0.2, "above 0 and at most 1")
-    scale: float = setting(1.0, "above 0 and finite", hint="remove the part for no penalty")
+    scale: float = setting(1.0, "above 0", hint="remove the part for no penalty")
 
     @property
     def formula(self) -> str:

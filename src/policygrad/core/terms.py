@@ -23,7 +23,7 @@ from policygrad.core.ratios import (
     covariance,
     require_policy_output,
 )
-from policygrad.core.settings import check_setting, choice, setting
+from policygrad.core.settings import SET, acts_with, check_setting, choice, setting
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class KLToReference(AdaptiveBeta, Term):
     level: Literal["token", "sequence"] = choice(token="each token's u", sequence="the completion's Σ u at every token")
     """token: u of each token; sequence: the completion's Σ u at every token, for form k2."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     @property
     def reference_penalty(self) -> float:
@@ -175,6 +176,7 @@ class Entropy(Term):
 
     eta: float = 0.01
     aggregation: Aggregation | None = None
+    multipliers: ClassVar[tuple[str, ...]] = ("eta",)
 
     @property
     def formula(self) -> str:
@@ -214,6 +216,7 @@ class KLToOld(PenaltyOnOld, Term):
     """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,6 +254,7 @@ class PositiveNLL(Term):
     mu: float = 0.1
     threshold: float = 1.0
     aggregation: Aggregation | None = field(default_factory=TokenMean)
+    multipliers: ClassVar[tuple[str, ...]] = ("mu",)
 
     @property
     def learns_from_samples(self) -> bool:  # type: ignore[override]
@@ -291,11 +295,12 @@ class ExactEntropy(LossTerm):
     aggregation: Aggregation | None = None
     target: float | None = setting(None, "above 0", "nats per token, or None")
     """Entropy below which the bonus acts, in nats per sampled token; None: η is constant."""
-    step: float = setting(1e-4, "above 0")
+    step: float = acts_with(setting(1e-4, "above 0"), target=SET)
     """Change of η after each rollout."""
-    max_eta: float = setting(0.005, "above 0")
+    max_eta: float = acts_with(setting(0.005, "above 0"), target=SET)
     """Largest η that adaptation can reach."""
     forward_needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    multipliers: ClassVar[tuple[str, ...]] = ("eta", "target")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -344,6 +349,7 @@ class ExactKLToOld(PenaltyOnOld, LossTerm):
     """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     @property
     def formula(self) -> str:
@@ -375,6 +381,7 @@ class ExactKLToReference(LossTerm):
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     @property
     def reference_penalty(self) -> float:
@@ -420,6 +427,7 @@ class KLCov(Term):
     needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
     constrained_kl: ClassVar[str | None] = "kl_old"
+    multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     @property
     def formula(self) -> str:
@@ -470,9 +478,10 @@ class DemonstrationNLL(Term):
     aggregation: Aggregation | None = field(default_factory=TokenMean)
     final_mu: float | None = setting(None, "in [0, 1]")
     """μ at the end of a half-cosine schedule that starts at `mu`; None keeps it constant."""
-    decay_rollouts: int = setting(200, "at least 1")
+    decay_rollouts: int = acts_with(setting(200, "at least 1"), final_mu=SET)
     """Rollouts until μ reaches `final_mu`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
+    multipliers: ClassVar[tuple[str, ...]] = ("mu", "final_mu")
 
     @property
     def mixture_weight(self) -> float:  # type: ignore[override]
@@ -531,10 +540,11 @@ class ObservationNLL(Term):
     Source: Shrivastava et al. 2026 (ECHO), arXiv:2605.24517, the environment's loss.
     """
 
-    coefficient: float = setting(0.05, "at least 0 and finite")
+    coefficient: float = setting(0.05, "at least 0")
     """λ, for a policy term of weight 1."""
     aggregation: Aggregation | None = field(default_factory=SequenceMean)
     needs: ClassVar[frozenset[str]] = frozenset({"observation"})
+    multipliers: ClassVar[tuple[str, ...]] = ("coefficient",)
 
     @property
     def formula(self) -> str:

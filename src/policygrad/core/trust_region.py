@@ -78,11 +78,11 @@ class TrustRegion(UpdateRule):
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
 
-    delta: float = setting(0.01, "above 0 and finite", hint="it is in nats per token")
+    delta: float = setting(0.01, "above 0", hint="it is in nats per token")
     """Maximum KL, nats per sampled token."""
     cg_iters: int = setting(10, COUNT)
     """Conjugate gradient iterations."""
-    damping: float = setting(0.1, "at least 0 and finite")
+    damping: float = setting(0.1, "at least 0")
     backtrack_coeff: float = setting(0.8, "between 0 and 1")
     backtrack_iters: int = setting(10, COUNT)
     """Candidates of the line search."""

@@ -20,7 +20,7 @@ from policygrad.core.batch import Batch
 from policygrad.core.chains import Stage
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
 from policygrad.core.masked import Groups
-from policygrad.core.settings import setting
+from policygrad.core.settings import ABOVE_0, SET, acts_with, setting
 
 
 def turn_starts(batch: Batch, part: object) -> Tensor:
@@ -166,12 +166,12 @@ class GroupInGroup(Advantage):
     """
 
     omega: float = setting(1.0, "at least 0")
-    gamma: float = setting(0.95, "in [0, 1]")
+    gamma: float = acts_with(setting(0.95, "in [0, 1]"), omega=ABOVE_0)
     """Per turn."""
     std: bool = True
     """Divide by the std; False: F = 1, the paper's other variant."""
-    eps: float = setting(1e-4, "at least 0 and finite")
-    ddof: int = setting(1, "0 or 1")
+    eps: float = acts_with(setting(1e-4, "at least 0"), std=SET)
+    ddof: int = acts_with(setting(1, "0 or 1"), std=SET)
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
     gives: ClassVar[Stage | None] = "tokens"

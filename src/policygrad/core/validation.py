@@ -72,6 +72,15 @@ def ask_parts(algorithm: Algorithm, question: str, *args: object) -> Iterator[st
                     yield f"the {noun} {text}" if is_bare else text
 
 
+def list_idle(part: Part, algorithm: Algorithm) -> dict[str, str]:
+    """Return setting -> why it cannot act, from every class of a part (`Part.find_idle_settings`)."""
+    idle, question = dict[str, str](), "find_idle_settings"
+    for kind in reversed(type(part).__mro__):
+        if question in vars(kind):
+            idle |= getattr(kind, question)(part, algorithm)
+    return idle
+
+
 def name_role(key: str) -> str:
     """Return what an algorithm's field holds, in a word: gate, term, update rule; key: `gate`, or `terms.1` of `named_parts`."""
     return ROLES[key.partition(".")[0]].noun.partition(" ")[2]

@@ -12,7 +12,7 @@ import tyro
 from policygrad.algorithms import DAPO
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import RunLength
-from policygrad.core.validation import ask_parts, check_rollout, frozen_problem, name_role
+from policygrad.core.validation import ask_parts, check_rollout, frozen_problem, list_idle, name_role
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig, explain_step_size
 from policygrad.models.chat.template_options import parse_template_options
@@ -398,15 +398,23 @@ def _find_idle_parts(run: Run) -> Iterator[str]:
     changes = name_run(run.algorithm, run.sampling.max_tokens)
     settings = dict[str, list[str]]()  # reason -> what it is about
     for change in changes.part_changes:
+        role = name_role(change.field)
         for part in change.added:
-            if reason := part.find_idle_settings(run.algorithm).get(""):
-                settings.setdefault(reason, []).append(f"the {name_role(change.field)} {type(part).__name__}")
+            idle_here = list_idle(part, run.algorithm)
+            if reason := idle_here.get(""):
+                settings.setdefault(reason, []).append(f"the {role} {type(part).__name__}")
+                continue
+            for f in fields(part):
+                value = getattr(part, f.name)
+                if (reason := idle_here.get(f.name)) and value != f.default:
+                    text = f"{type(part).__name__}.{f.name} = {format_setting(value)} of the {role}"
+                    settings.setdefault(reason, []).append(text)
     for setting in changes.setting_changes:
         field, part = next(
             ((key.partition(".")[0], p) for key, p in run.algorithm.named_parts() if type(p).__name__ == setting.part),
             ("", None),
         )
-        if part is not None and (reason := part.find_idle_settings(run.algorithm).get(setting.name)):
+        if part is not None and (reason := list_idle(part, run.algorithm).get(setting.name)):
             value = format_setting(setting.new_value)
             settings.setdefault(reason, []).append(f"{setting.part}.{setting.name} = {value} of the {name_role(field)}")
     for reason, idle in settings.items():
