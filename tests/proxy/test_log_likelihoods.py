@@ -43,7 +43,7 @@ def post() -> Iterator[Post]:
 def truth() -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(FOLDER)
 
 
@@ -82,7 +82,12 @@ def test_passes_over_some_texts_at_a_time_give_what_one_over_all_gives(
     assert [len(scores) for scores in together] == [8, 0, 29, 4, 29]
     passes = list[int]()
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda *a, **k: passes.append(len(k["input_ids"])) or forward(*a, **k))
+
+    def count(**inputs: Any) -> Any:
+        passes.append(len(inputs["input_ids"]))
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", count)
     monkeypatch.setattr("policygrad.commands.text_scores.LOGITS_AT_ONCE", 31 * model.config.vocab_size)
     monkeypatch.setattr("policygrad.commands.text_scores.PLACES_AT_ONCE", 7)
     for apart, whole in zip(score_texts(model, texts), together, strict=True):

@@ -135,8 +135,8 @@ class ServedModel:
         return turn, requests
 
     def _find_tree(self, request: ChatRequest) -> ConversationTree:
-        """Return the texts that a request's turn is one of. What is scored is read as the tokenizer writes it, and token ids as they
-        are: neither continues what was sampled."""
+        """Return the texts that a request's turn is one of. What is scored is read as the tokenizer writes it, and token ids as
+        they are: neither continues what was sampled."""
         from policygrad.rollout.conversation_tree import ConversationTree
 
         if self.tree.num_turns >= MAX_TURNS:
