@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.scripted_sampler import ScriptedSampler
 from policygrad.commands.served_model import ServedModel
 from policygrad.commands.text_scores import GivenText, TokenScore, score_texts
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
@@ -113,19 +114,22 @@ def test_echo_scores_given_text_as_the_model_does(model: ServedModel) -> None:
 
 
 def test_a_text_that_is_scored_is_read_as_the_tokenizer_writes_it_whatever_was_sampled_before(
-    model: ServedModel,
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.tree = ConversationTree(model.encoder, "a request")
-    reply = answer(model, COMPLETIONS.parse({"prompt": "1", "max_tokens": 4}))[0][0].result().choices[0]
-    text = "1" + reply.text + "5"
+    apart = [model.encoder.hf(letter)["input_ids"][0] for letter in " = "]  # which the tokenizer writes as one token
+    monkeypatch.setattr(model, "sampler", ScriptedSampler(model.encoder, lambda key, context: apart))
+    (sampled,), _ = answer(model, COMPLETIONS.parse({"prompt": "1", "max_tokens": 3}))
+    text = "1" + sampled.result().choices[0].text + "5"
     (continued,), _ = answer_alone(model, COMPLETIONS.parse({"prompt": text, "max_tokens": 1}))
-    assert continued.result().prompt_ids[1:-1] == reply.token_ids[: len(continued.result().prompt_ids) - 2]
+    assert list(continued.result().prompt_ids[1:-1]) == apart
     turns = model.tree.num_turns
     scored = {"prompt": text, "echo": True, "logprobs": 1}
     for body in (scored | {"max_tokens": 1}, scored | {"max_tokens": 0}, {"prompt": [5, 6], "max_tokens": 1}):
         (future,), _ = answer_alone(model, COMPLETIONS.parse(body))
         expected = body["prompt"] if isinstance(body["prompt"], list) else model.encoder.hf(text)["input_ids"]
         assert list(future.result().prompt_ids) == expected
+        assert expected[1:-1] != apart
     assert model.tree.num_turns == turns  # nothing that is scored is kept
 
 
@@ -151,6 +155,12 @@ def test_a_request_for_more_tokens_than_the_server_gives_is_named_once(
     requests = [COMPLETIONS.parse({"prompt": "1 + 1", "max_tokens": 7})] * 2
     answer(model, *requests)
     assert capsys.readouterr().err == "a request asks for 7 tokens and gets 2 at most: raise --max-tokens\n"
+
+
+def test_of_several_tokens_with_one_text_the_most_probable_is_listed(model: ServedModel) -> None:
+    first, second, own = model.encoder.hf("\N{GRINNING FACE}")["input_ids"][:3]  # bytes that are no character alone
+    score = TokenScore(-3.0, ((first, -0.5), (second, -2.0)))
+    assert model._list_alternatives([own], [score]) == ({"\N{REPLACEMENT CHARACTER}": -0.5},)
 
 
 def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model: ServedModel) -> None:
