@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents that others wrote, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents and programs that evaluate, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -66,17 +66,21 @@ test-environments: $(OTHERS)/mcp/.installed $(OTHERS)/openenv/.installed $(OTHER
 	for name in mcp openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
-# Agents are programs: their environments have neither policygrad nor torch.
+# Agents are programs: their environments have neither policygrad nor torch. Programs that evaluate talk to the same API; lm-eval has
+# torch, since its own type of models is what the answers are compared with.
 AGENT_smolagents := 'smolagents[openai]==1.26.0'
 AGENT_mini-swe-agent := mini-swe-agent==2.4.6
+AGENT_inspect-ai := inspect-ai==0.3.285 openai==3.57.0 anthropic==2.14.0
+AGENT_lm-eval := 'lm-eval[hf,api]==0.4.13' torch==2.13.0 transformers==5.23.0 datasets==5.2.0
 
 $(OTHERS)/agents/%/.installed: Makefile
 	$(PYTHON) -m venv $(OTHERS)/agents/$*
 	$(OTHERS)/agents/$*/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_$*)
 	@touch $@
 
-test-agents: $(STAMP) $(OTHERS)/agents/smolagents/.installed $(OTHERS)/agents/mini-swe-agent/.installed
-	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py $(ARGS)
+AGENTS := smolagents mini-swe-agent inspect-ai lm-eval
+test-agents: $(STAMP) $(AGENTS:%=$(OTHERS)/agents/%/.installed)
+	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py tests/proxy/test_evaluation_programs.py $(ARGS)
 
 # The cookbook's one dependency that the index does not have is for models of other kinds than these.
 $(OTHERS)/tinker/.installed: pyproject.toml constraints.txt

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.scripted_sampler import ScriptedSampler
 from policygrad.commands.served_model import ServedModel
+from policygrad.commands.text_scores import GivenText, TokenScore, score_texts
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
+from policygrad.rollout.conversation_tree import ConversationTree
 from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local.cuda_graphs import STEPS
 from policygrad.samplers.local.sampler import ABANDONED_STEPS
@@ -105,7 +108,59 @@ def test_echo_scores_given_text_as_the_model_does(model: ServedModel) -> None:
     assert answer_["text"].startswith(scored.pieces[0])
     (future,), calls = answer_alone(model, COMPLETIONS.parse({**body, "max_tokens": 0}))
     assert calls == []
-    assert future.result().choices[0].prompt == scored
+    again = future.result().choices[0].prompt
+    assert (again.pieces, again.text) == (scored.pieces, scored.text)
+    assert again.logp[1:] == pytest.approx(scored.logp[1:], abs=1e-5)
+
+
+def test_a_text_that_is_scored_is_read_as_the_tokenizer_writes_it_whatever_was_sampled_before(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.tree = ConversationTree(model.encoder, "a request")
+    apart = [model.encoder.hf(letter)["input_ids"][0] for letter in " = "]  # which the tokenizer writes as one token
+    monkeypatch.setattr(model, "sampler", ScriptedSampler(model.encoder, lambda key, context: apart))
+    (sampled,), _ = answer(model, COMPLETIONS.parse({"prompt": "1", "max_tokens": 3}))
+    text = "1" + sampled.result().choices[0].text + "5"
+    (continued,), _ = answer_alone(model, COMPLETIONS.parse({"prompt": text, "max_tokens": 1}))
+    assert list(continued.result().prompt_ids[1:-1]) == apart
+    turns = model.tree.num_turns
+    scored = {"prompt": text, "echo": True, "logprobs": 1}
+    for body in (scored | {"max_tokens": 1}, scored | {"max_tokens": 0}, {"prompt": [5, 6], "max_tokens": 1}):
+        (future,), _ = answer_alone(model, COMPLETIONS.parse(body))
+        expected = body["prompt"] if isinstance(body["prompt"], list) else model.encoder.hf(text)["input_ids"]
+        assert list(future.result().prompt_ids) == expected
+        assert expected[1:-1] != apart
+    assert model.tree.num_turns == turns  # nothing that is scored is kept
+
+
+def test_texts_that_cannot_be_scored_cost_their_own_request(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Any, texts: Sequence[GivenText]) -> list[list[TokenScore]]:
+        if any(len(text.ids) > 5 for text in texts):
+            raise RuntimeError("out of memory")
+        return score_texts(model, texts)
+
+    monkeypatch.setattr("policygrad.commands.text_scores.score_texts", fail)
+    body = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    bodies = [{**body, "prompt": [5] * length} for length in (3, 9, 4)]
+    futures, _ = answer(model, *map(COMPLETIONS.parse, bodies))
+    assert [future.exception() is None for future in futures] == [True, False, True]
+
+
+def test_a_request_for_more_tokens_than_the_server_gives_is_named_once(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "max_tokens", 2)
+    requests = [COMPLETIONS.parse({"prompt": "1 + 1", "max_tokens": 7})] * 2
+    answer(model, *requests)
+    assert capsys.readouterr().err == "a request asks for 7 tokens and gets 2 at most: raise --max-tokens\n"
+
+
+def test_of_several_tokens_with_one_text_the_most_probable_is_listed(model: ServedModel) -> None:
+    first, second, own = model.encoder.hf("\N{GRINNING FACE}")["input_ids"][:3]  # bytes that are no character alone
+    score = TokenScore(-3.0, ((first, -0.5), (second, -2.0)))
+    assert model._list_alternatives([own], [score]) == ({"\N{REPLACEMENT CHARACTER}": -0.5},)
 
 
 def test_alternatives_are_those_of_the_distribution_that_was_sampled_from(model: ServedModel) -> None:

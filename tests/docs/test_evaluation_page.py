@@ -98,5 +98,5 @@ def test_the_files_for_other_harnesses_are_python_and_yaml() -> None:
     yaml = pytest.importorskip("yaml")
     for name in ("pens_inspect.py", "pens_lighteval.py"):
         compile(BLOCKS[name], name, "exec")
-    [task] = re.findall(r"```yaml pens.yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert yaml.safe_load(task)["task"] == "pens"
+    tasks = re.findall(r"```yaml (\w+).yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert [yaml.safe_load(task)["task"] for _, task in tasks] == [name for name, _ in tasks] == ["pens", "pens_choice"]

@@ -240,7 +240,7 @@ def test_top_logprobs_stand_beside_each_token() -> None:
 def test_an_echoed_prompt_comes_before_the_completion_of_each_prompt() -> None:
     request = COMPLETIONS.parse({"prompt": ["ab", "c"], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0})
     assert (request.prompt, request.more_prompts, request.num_alternatives) == ("ab", ("c",), 1)
-    first = ScoredTokens(("a", "b"), (None, -3.0), (None, {"x": -0.5, "b": -3.0}))
+    first = ScoredTokens(("a", "b"), (None, -3.0), (None, {"x": -0.5, "b": -3.0}), "ab", (0, 1))
     choices = (
         ChatChoice("!", "length", (9,), (-0.0,), ("!",), alternatives=({"!": -0.0},), prompt=first),
         ChatChoice(
@@ -250,7 +250,7 @@ def test_an_echoed_prompt_comes_before_the_completion_of_each_prompt() -> None:
             (-1.0,),
             ("?",),
             alternatives=({"!": -0.2},),
-            prompt=ScoredTokens(("c",), (None,), (None,)),
+            prompt=ScoredTokens(("c",), (None,), (None,), "c", (0,)),
         ),
     )
     answer = COMPLETIONS.render(request, ChatReply(choices, (1, 2), ((3,),)))

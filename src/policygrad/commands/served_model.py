@@ -7,26 +7,32 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from policygrad.proxy.requests import ApiError, ChatReply, ChatRequest, ScoredTokens
-    from policygrad.rollout.conversation_tree import OpenTurn
-    from policygrad.samplers.base import Generation, Request, SamplingParams
+    from policygrad.commands.text_scores import GivenText, TokenScore
+    from policygrad.proxy.requests import ApiError, ChatChoice, ChatReply, ChatRequest, ScoredTokens
+    from policygrad.rollout.conversation_tree import ConversationTree, OpenTurn
+    from policygrad.samplers.base import Generation, Request
 
 MAX_TOKENS = 512
 MAX_TURNS = 10_000
 """Completions whose tokens are kept, so that later requests continue them."""
-PLACES_AT_ONCE = 256
-"""Places of a text whose tokens are compared at once: each has a log-probability for the whole vocabulary."""
-LEAST_LOGP = -9999.0
-"""Nats of what has probability 0, as in OpenAI's formats, since JSON has no infinity."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A turn that is sampled, and what is to be scored before it is answered."""
+
+    turn: OpenTurn
+    choices: tuple[ChatChoice, ...]
+    texts: tuple[GivenText, ...]
+    """One for each choice, or of the first alone, or none."""
+    future: Future[ChatReply]
 
 
 class ServedModel:
@@ -61,6 +67,7 @@ class ServedModel:
         self.sampler = LocalSampler.from_tokenizer(self.model, self.encoder)
         self.tree = ConversationTree(self.encoder, "a request")
         self.count = 0
+        self.has_cut = False  # a request was told that it gets fewer tokens than it asks for
         self.named = set[str]()  # fields that it was said of that they cannot be followed
         self.queue: SimpleQueue[tuple[ChatRequest, Future[ChatReply]]] = SimpleQueue()
 
@@ -96,15 +103,18 @@ class ServedModel:
 
     def _open(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
         from policygrad.proxy.formats import ApiError
-        from policygrad.rollout.conversation_tree import ConversationTree
         from policygrad.samplers.base import Request, SamplingParams
 
         for name in sorted({*request.other_fields} - self.named):
             print(f"a request has the field {name}, which cannot be followed", file=sys.stderr, flush=True)
             self.named.add(name)
-        if self.tree.num_turns >= MAX_TURNS:
-            self.tree = ConversationTree(self.encoder, "a request")
-        turn = self.tree.open_turn(request)
+        if request.max_tokens is not None and request.max_tokens > self.max_tokens and not self.has_cut:
+            self.has_cut = True
+            text = (
+                f"a request asks for {request.max_tokens} tokens and gets {self.max_tokens} at most: raise --max-tokens"
+            )
+            print(text, file=sys.stderr, flush=True)
+        turn = self._find_tree(request).open_turn(request)
         limit = self.max_tokens if request.max_tokens is None else min(request.max_tokens, self.max_tokens)
         length, room = len(turn.context_ids), self.encoder.context_length
         if room is not None and length + min(limit, 1) > room and not request.only_counts:
@@ -124,6 +134,16 @@ class ServedModel:
                 requests.append(Request(turn.context_ids, key, sampling, limit))
         return turn, requests
 
+    def _find_tree(self, request: ChatRequest) -> ConversationTree:
+        """Return the texts that a request's turn is one of. What is scored is read as the tokenizer writes it, and token ids as
+        they are: neither continues what was sampled."""
+        from policygrad.rollout.conversation_tree import ConversationTree
+
+        if self.tree.num_turns >= MAX_TURNS:
+            self.tree = ConversationTree(self.encoder, "a request")
+        is_alone = request.has_echo or isinstance(next(iter(request.prompt), None), int)
+        return ConversationTree(self.encoder, "a request") if is_alone else self.tree
+
     def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
         """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
         requests = [request for _, requests, _ in opened for request in requests]
@@ -138,33 +158,82 @@ class ServedModel:
                 else:
                     _finish(item[2], error)
             return
+        drafts = list[_Draft]()
         for turn, turn_requests, future in opened:
             sampled = [next(generations) for _ in turn_requests]
             try:
-                result: ChatReply | Exception = self._reply(turn, turn_requests, sampled)
+                drafts.append(self._draft(turn, turn_requests, sampled, future))
+            except Exception as error:
+                _finish(future, error)
+        self._complete(drafts)
+
+    def _draft(
+        self,
+        turn: OpenTurn,
+        requests: Sequence[Request],
+        generations: Sequence[Generation],
+        future: Future[ChatReply],
+    ) -> _Draft:
+        """Return a turn's choices, with the texts that are to be scored for them."""
+        import torch
+
+        from policygrad.commands.text_scores import GivenText
+        from policygrad.proxy.formats import ChatChoice
+        from policygrad.samplers.base import SamplingParams
+
+        request, prompt = turn.request, turn.context_ids
+        if request.only_counts:
+            return _Draft(turn, (), (), future)
+        tree = self._find_tree(request)
+        choices = tuple(tree.add_reply(turn, generation) for generation in generations)
+        choices = choices or (ChatChoice("", "length", (), ()),) * request.num_choices
+        texts = list[GivenText]()
+        for number, choice in enumerate(choices):
+            scores_prompt = request.has_echo and request.has_logprobs and not number
+            if scores_prompt or request.num_alternatives:
+                sampled = torch.tensor(choice.token_ids if request.num_alternatives else (), dtype=torch.int64)
+                ids = torch.cat([prompt, sampled])
+                sampling = requests[number].sampling if requests else SamplingParams()
+                start = 1 if scores_prompt else len(prompt)
+                texts.append(GivenText(ids, start, len(prompt), sampling, request.num_alternatives))
+        return _Draft(turn, choices, tuple(texts), future)
+
+    def _complete(self, drafts: Sequence[_Draft]) -> None:
+        """Score the texts of all drafts at once, or of each alone if that fails, and answer."""
+        from policygrad.commands.text_scores import score_texts
+
+        drafts = [draft for draft in drafts if not draft.future.cancelled()]
+        try:
+            scores = iter(score_texts(self.model, [text for draft in drafts for text in draft.texts]))
+        except Exception as error:
+            for draft in drafts:
+                if len(drafts) > 1:
+                    self._complete([draft])
+                else:
+                    _finish(draft.future, error)
+            return
+        for draft in drafts:
+            scored = [next(scores) for _ in draft.texts]
+            try:
+                result: ChatReply | Exception = self._reply(draft, scored)
             except Exception as error:
                 result = error
-            _finish(future, result)
+            _finish(draft.future, result)
 
-    def _reply(self, turn: OpenTurn, requests: Sequence[Request], generations: Sequence[Generation]) -> ChatReply:
-        from policygrad.proxy.formats import ChatChoice, ChatReply
+    def _reply(self, draft: _Draft, scores: Sequence[Sequence[TokenScore]]) -> ChatReply:
+        from policygrad.proxy.formats import ChatReply
 
-        request, prompt_ids = turn.request, tuple(turn.context_ids.tolist())
-        if request.only_counts:
-            return ChatReply((), prompt_ids)
-        choices = [self.tree.add_reply(turn, generation) for generation in generations]
-        if request.num_alternatives:
-            pairs = zip(choices, requests, generations, strict=True)
-            choices = [
-                replace(
-                    choice, alternatives=self._list_alternatives(turn, r.sampling, g.tokens[: len(choice.token_ids)])
-                )
-                for choice, r, g in pairs
-            ]
-        choices = choices or [ChatChoice("", "length", (), ())] * request.num_choices
+        turn, request = draft.turn, draft.turn.request
+        prompt_ids, choices = tuple(turn.context_ids.tolist()), list(draft.choices)
         if request.has_echo:
-            scored = self._score(turn)
-            choices = [replace(choice, prompt=scored) for choice in choices]
+            prompt = self._describe_prompt(prompt_ids, scores[0][: len(prompt_ids) - 1] if scores else ())
+            choices = [replace(choice, prompt=prompt) for choice in choices]
+        if request.num_alternatives:
+            pairs = [
+                (choice, of_text[len(of_text) - len(choice.token_ids) :])
+                for choice, of_text in zip(choices, scores, strict=True)
+            ]
+            choices = [replace(c, alternatives=self._list_alternatives(c.token_ids, own)) for c, own in pairs]
         if self.record is not None:
             for choice in choices:
                 values = {"prompt_ids": prompt_ids, "token_ids": choice.token_ids, "logp": choice.logp}
@@ -172,54 +241,31 @@ class ServedModel:
             self.record.flush()
         return ChatReply(tuple(choices), prompt_ids)
 
-    def _list_alternatives(
-        self, turn: OpenTurn, sampling: SamplingParams, tokens: Tensor
-    ) -> tuple[dict[str, float], ...]:
-        """Return the most probable tokens in each place of a completion, in the distribution that was sampled from."""
-        import torch
-
-        ids = torch.cat([turn.context_ids, tokens])
-        first = len(turn.context_ids) - 1
-        places = self._read(ids, sampling, turn.request.num_alternatives, first, len(ids) - 1)
-        return tuple(alternatives for _, alternatives in places)
-
-    def _score(self, turn: OpenTurn) -> ScoredTokens:
-        """Return what the policy thinks of a prompt, at temperature 1."""
+    def _describe_prompt(self, ids: Sequence[int], scores: Sequence[TokenScore]) -> ScoredTokens:
+        """Return a prompt's tokens, with their scores if they were asked for: those of all but the first."""
+        from policygrad.models.token_offsets import find_offsets
         from policygrad.proxy.formats import ScoredTokens
-        from policygrad.samplers.base import SamplingParams
 
-        ids = turn.context_ids
-        places = list(self._read(ids, SamplingParams(), turn.request.num_alternatives, 0, len(ids) - 1))
-        pieces = tuple(self.encoder.hf.decode([token]) for token in ids.tolist())
-        logp = (None, *(logp for logp, _ in places))
-        return ScoredTokens(pieces, logp, (None, *(alternatives for _, alternatives in places)))
+        decode = self.encoder.hf.decode
+        return ScoredTokens(
+            tuple(decode([token]) for token in ids),
+            (None, *(score.logp for score in scores)),
+            (None, *self._list_alternatives(ids[1 : len(scores) + 1], scores)),
+            decode(list(ids)),
+            find_offsets(decode, ids),
+        )
 
-    def _read(
-        self, ids: Tensor, sampling: SamplingParams, num_alternatives: int, first: int, last: int
-    ) -> Iterator[tuple[float, dict[str, float]]]:
-        """Yield, for each place from `first` to before `last`, log π of the text's next token, and the most probable tokens with it
-        among them."""
-        import torch
-
-        from policygrad.samplers.local.sampling import log_probabilities
-
-        if last <= first:
-            return
-        with torch.inference_mode():
-            device = next(self.model.parameters()).device
-            logits = self.model(input_ids=ids[None, :last].to(device), use_cache=False).logits[0, first:]
-            for at in range(0, last - first, PLACES_AT_ONCE):
-                logp = log_probabilities(logits[at : at + PLACES_AT_ONCE], sampling).clamp(min=LEAST_LOGP)
-                tokens = ids[first + at + 1 : first + at + 1 + len(logp)].to(device)
-                top = logp.topk(min(num_alternatives, logp.shape[-1]))
-                token_logp = logp.gather(-1, tokens[:, None])[:, 0].tolist()
-                for token, value, others, values in zip(
-                    tokens.tolist(), token_logp, top.indices.tolist(), top.values.tolist(), strict=True
-                ):
-                    listed = {self.encoder.hf.decode([o]): v for o, v in zip(others, values, strict=True)}
-                    if num_alternatives:
-                        listed.setdefault(self.encoder.hf.decode([token]), value)
-                    yield value, listed
+    def _list_alternatives(self, ids: Sequence[int], scores: Sequence[TokenScore]) -> tuple[dict[str, float], ...]:
+        """Return the most probable tokens in each place by their texts, the place's own among them."""
+        places = list[dict[str, float]]()
+        for token, score in zip(ids, scores, strict=True):
+            listed: dict[str, float] = {}
+            for other, value in score.alternatives:  # of several with one text the most probable
+                listed.setdefault(self.encoder.hf.decode([other]), value)
+            if score.alternatives:
+                listed.setdefault(self.encoder.hf.decode([token]), score.logp)
+            places.append(listed)
+        return tuple(places)
 
 
 def _finish(future: Future[ChatReply], result: ChatReply | Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from policygrad.proxy.fields import COMPLETION_FIELDS, check_fields
@@ -69,22 +70,21 @@ def _read_prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 def _render_choice(request: ChatRequest, index: int, choice: ChatChoice, prompt_ids: tuple[int, ...]) -> dict[str, Any]:
     prompt = choice.prompt
-    text = choice.text if prompt is None else "".join(prompt.pieces) + choice.text
+    text = choice.text if prompt is None else prompt.text + choice.text
     logprobs: dict[str, Any] | None = None
     if request.has_logprobs:
         pieces, logp = list(choice.pieces), [*choice.logp]
         tops: list[Any] = list(choice.alternatives)
+        start = 0 if prompt is None else len(prompt.text)
+        offsets = list(accumulate(map(len, pieces), initial=start))[:-1]
         if prompt is not None:
             pieces, logp = [*prompt.pieces, *pieces], [*prompt.logp, *logp]  # type: ignore[list-item]
-            tops = [*prompt.alternatives, *tops]
-        offsets, at = list[int](), 0
-        for piece in pieces:
-            offsets.append(at)
-            at += len(piece)
+            tops, offsets = [*prompt.alternatives, *tops], [*prompt.offsets, *offsets]
+        is_listed = request.num_alternatives > 0 and len(tops) == len(pieces)
         logprobs = {
             "tokens": pieces,
             "token_logprobs": logp,
-            "top_logprobs": [None if top is None else dict(top) for top in tops] if any(tops) else None,
+            "top_logprobs": [None if top is None else dict(top) for top in tops] if is_listed else None,
             "text_offset": offsets,
         }
     ids = {}

@@ -90,6 +90,10 @@ class ScoredTokens:
     """Nats of each token; None for the first."""
     alternatives: tuple[Mapping[str, float] | None, ...]
     """Nats of the most probable tokens in each place."""
+    text: str
+    """The text of all: pieces of characters and of some vocabularies do not add up to it."""
+    offsets: tuple[int, ...]
+    """Where each begins in the text."""
 
 
 @dataclass(frozen=True)
