@@ -98,7 +98,8 @@ def test_the_page_shows_the_example() -> None:
 
 def test_no_engine_is_named_outside_its_file_and_the_registry() -> None:
     for path in (ROOT / "src" / "policygrad").rglob("*.py"):
-        if path.parent.name == "engines" or path.name == "foreign_options.py":
+        # engines have files of their own; converters and trl speak of other libraries' options
+        if path.parent.name in ("engines", "converters", "trl") or path.name == "foreign_options.py":
             continue
         names = [name for name in registry.ENGINES if f'"{name}"' in path.read_text(encoding="utf-8")]
         assert not names, f"{path} lists {names}"

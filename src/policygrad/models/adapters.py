@@ -140,6 +140,39 @@ def add_adapters(
     return model
 
 
+def make_peft_config(**options: Any) -> Any:
+    """Return peft's own description of adapters, for a caller that speaks in its terms."""
+    from peft import LoraConfig
+
+    return LoraConfig(**options)
+
+
+def wrap_with_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
+    """Return the model with new adapters as peft's own description has them.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it describes virtual tokens, or the model has adapters.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config must be a peft.PeftConfig, such as LoraConfig(), not {type(peft_config).__name__}"
+        )
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            "peft_config describes prompt-learning (virtual tokens before the prompt), which the passes here do not read: use "
+            "adapters, such as LoraConfig()"
+        )
+    if adapter_configs(model):
+        raise ValueError(
+            "the model has adapters, and peft_config describes new ones: merge the first (model.merge_and_unload()), or leave "
+            "peft_config out"
+        )
+    return get_peft_model(model, peft_config)
+
+
 def find_unadaptable_layers(model: nn.Module) -> dict[str, str]:
     """Return the linear layers that do not support an adapter, by full name, with the reason.
 

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
+from policygrad.models.adapters import wrap_with_adapters
 from policygrad.models.loading import resolve_model
-from policygrad.models.traits import adapter_configs
 from policygrad.models.vision import load_processor as load_picture_processor
 from policygrad.trl.config import OnlineConfig
 from policygrad.trl.scoring import Rewards, name_function
@@ -40,23 +40,7 @@ def load_model(model: Any, args: OnlineConfig, quantization_config: Any, peft_co
                 logger.warning(f"{name} is not used: the model is an object that was loaded already")
     if peft_config is None:
         return model  # type: ignore[no-any-return]
-    from peft import PeftConfig, get_peft_model
-
-    if not isinstance(peft_config, PeftConfig):
-        raise TypeError(
-            f"peft_config must be a peft.PeftConfig, such as LoraConfig(), not {type(peft_config).__name__}"
-        )
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            "peft_config describes prompt-learning (virtual tokens before the prompt), which the passes here do not read: use "
-            "adapters, such as LoraConfig()"
-        )
-    if adapter_configs(model):
-        raise ValueError(
-            "the model has adapters, and peft_config describes new ones: merge the first (model.merge_and_unload()), or leave "
-            "peft_config out"
-        )
-    return get_peft_model(model, peft_config)
+    return wrap_with_adapters(model, peft_config)
 
 
 def _load_by_name(name: str, args: OnlineConfig, options: dict[str, Any]) -> Any:

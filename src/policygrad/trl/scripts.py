@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from policygrad.models.adapters import make_peft_config
 from policygrad.utils.devices import pick_device
 
 
@@ -65,12 +66,10 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     """Return the adapters that the arguments describe; None without `use_peft`."""
     if not model_args.use_peft:
         return None
-    from peft import LoraConfig
-
     options: dict[str, Any] = {}
     if model_args.lora_target_parameters is not None:
         options["target_parameters"] = model_args.lora_target_parameters
-    return LoraConfig(
+    return make_peft_config(
         task_type=model_args.lora_task_type,
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
