@@ -120,6 +120,8 @@ def shown(value: Any) -> str:
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
     if isinstance(value, float):
         return shorten_number(value)
+    if isinstance(value, frozenset) and value:  # its order is another one in each process
+        return f"frozenset({{{', '.join(map(repr, sorted(value)))}}})"
     text = getattr(value, "__name__", repr(value))
     return f"{type(value).__name__}()" if " at 0x" in text else text
 
