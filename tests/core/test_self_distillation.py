@@ -212,7 +212,7 @@ REFUSED = {
     "a weight outside [0, 1]": (lambda: pg.ExactKLToReference(alpha=1.2), ["ExactKLToReference.alpha", "1.2"]),
     "two divergences": (
         lambda: replace(pg.OPSD, terms=(pg.ExactKLToReference(), pg.ExactKLToReference(alpha=0.0))),
-        ["different alphas", "same alpha"],
+        ["different alphas", "make them equal"],
     ),
     "templates that nobody reads": (
         lambda: replace(pg.DAPO, reference=pg.Reference(templates=T)),

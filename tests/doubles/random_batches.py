@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.data_fields import FILL, READ_BY
-from policygrad.learners.local.forward import divergence
+from policygrad.core.divergences import REVERSE_KL
 
 VOCABULARY = 4
 NAN = float("nan")
@@ -71,8 +71,10 @@ def policy(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
 def passed(logp: Tensor, batch: pg.Batch, algorithm: pg.Algorithm = pg.OPSD) -> pg.Forward:
     """A forward pass of the policy, with its entropies where the batch has some: they stand still here."""
     ours, theirs = distributions(logp, batch)
-    alpha = next((term.alpha for term in algorithm.terms if isinstance(term, pg.ExactKLToReference)), 1.0)
-    kl = torch.where(batch.mask, divergence(ours, theirs, alpha), NAN)
+    divergence = next(
+        (term.divergence for term in algorithm.terms if isinstance(term, pg.ExactKLToReference)), REVERSE_KL
+    )
+    kl = torch.where(batch.mask, divergence.compute(ours, theirs), NAN)
     return pg.Forward(logp, entropy=batch.entropy, kl_ref=kl)
 
 

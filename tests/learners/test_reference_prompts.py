@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import as_read, branching, make_batch, naive_logp, with_reference_prompts
+from policygrad.core.divergences import Divergence
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import divergence
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import pack_with_reference
 from policygrad.models.adapters import add_adapters
@@ -71,11 +71,23 @@ def test_reference_scores_completions_after_its_own_prompts(model: nn.Module, al
 
 
 @pytest.mark.parametrize(
-    ("alpha", "micro_tokens"), [(1.0, 40), (0.5, 40), (0.2, 1), (0.2, 40), (0.2, 10_000), (0.0, 40)]
+    ("alpha", "top_k", "micro_tokens"),
+    [
+        (1.0, 0, 40),
+        (0.5, 0, 40),
+        (0.2, 0, 1),
+        (0.2, 0, 40),
+        (0.2, 0, 10_000),
+        (0.0, 0, 40),
+        (0.5, 9, 40),
+        (1.0, 9, 10_000),
+    ],
 )
-def test_exact_divergence_has_the_gradient_of_its_definition(model: nn.Module, alpha: float, micro_tokens: int) -> None:
+def test_exact_divergence_has_the_gradient_of_its_definition(
+    model: nn.Module, alpha: float, top_k: int, micro_tokens: int
+) -> None:
     """Autograd through the divergence of one completion at a time, each read twice, for any division into micro-batches."""
-    algorithm = replace(EXACT, terms=(pg.ExactKLToReference(0.7, alpha),))
+    algorithm = replace(EXACT, terms=(pg.ExactKLToReference(0.7, alpha, top_k=top_k),))
     batch, teacher = prepared(3), copy.deepcopy(model)
     learner = LocalLearner(model, spec(algorithm, micro_tokens=micro_tokens))
     batch = learner.evaluate(batch, algorithm.needs)
@@ -94,6 +106,11 @@ def test_exact_divergence_has_the_gradient_of_its_definition(model: nn.Module, a
             for m, prompt in ((model, batch.prompts[int(batch.group[i])]), (teacher, batch.reference_prompts[i]))  # type: ignore[index]
         )
         p, q = ours.exp(), theirs.detach().exp()
+        if top_k:
+            chosen = p.topk(top_k).indices
+            p, q = (
+                torch.cat([x.gather(-1, chosen), 1 - x.gather(-1, chosen).sum(-1, keepdim=True)], -1) for x in (p, q)
+            )
         m = alpha * q + (1 - alpha) * p
         kl = {
             1.0: (p * (p / q).log()).sum(-1),
@@ -127,8 +144,8 @@ def test_divergence_ignores_excluded_tokens() -> None:
     reference = torch.tensor([[1.0, -torch.inf, 0.0]], dtype=torch.float64).log_softmax(-1)
     bare = torch.tensor([[0.3, 1.0]], dtype=torch.float64)
     for alpha in (0.0, 0.3, 1.0):
-        value = divergence(logits.log_softmax(-1), reference, alpha)
-        expected = divergence(bare.log_softmax(-1), reference[:, [0, 2]], alpha)
+        value = Divergence(alpha).compute(logits.log_softmax(-1), reference)
+        expected = Divergence(alpha).compute(bare.log_softmax(-1), reference[:, [0, 2]])
         torch.testing.assert_close(value, expected, rtol=1e-14, atol=0)
         (gradient,) = torch.autograd.grad(value.sum(), logits)
         assert torch.isfinite(gradient).all()

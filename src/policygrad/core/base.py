@@ -18,6 +18,7 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.chains import ANY, Stage
+from policygrad.core.divergences import REVERSE_KL, Divergence
 from policygrad.core.metrics import Metric, Metrics
 from policygrad.core.settings import check_settings, find_settings_without_effect
 
@@ -369,9 +370,9 @@ class ObjectiveTerm(Part):
     """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
 
     @property
-    def kl_alpha(self) -> float:
-        """Which divergence from π_ref `Forward.kl_ref` holds, for a term that reads it: see `ExactKLToReference.alpha`."""
-        return 1.0
+    def divergence(self) -> Divergence:
+        """Which divergence from π_ref `Forward.kl_ref` holds, for a term that reads it."""
+        return REVERSE_KL
 
     @property
     def final_mixture_weight(self) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from policygrad.core.advantages import RunningMean, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.divergences import REVERSE_KL
 from policygrad.core.shaping import KLInReward
 from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
@@ -37,8 +38,8 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             f"{algorithm.name} has a reference that reads other prompts (Reference.templates), which the lab's worlds do not have: "
             "use distill"
         )
-    if any(term.kl_alpha != 1 for term in algorithm.terms):
-        return f"{algorithm.name} has a divergence that is no expectation of a reward: set ExactKLToReference.alpha=1"
+    if any(term.divergence != REVERSE_KL for term in algorithm.terms):
+        return f"{algorithm.name} has a divergence that is no expectation of a reward: use ExactKLToReference as it is by default"
     try:
         check_sampling(algorithm, group_size, 1.0)
     except ConfigError as error:

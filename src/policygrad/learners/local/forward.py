@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.divergences import REVERSE_KL, Divergence, expectation
 from policygrad.core.media import Media
 from policygrad.learners.config import AUTO, LearnerConfig
 from policygrad.learners.local.logprobs import FUSED_HEADS, fused_log_probability
@@ -265,31 +265,13 @@ def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
-def _expectation(p: Tensor, x: Tensor) -> Tensor:
-    """Return Σ p·x over the vocabulary with 0·∞ = 0, since excluded tokens have a logit of −∞."""
-    return (p * torch.where(p > 0, x, 0)).sum(-1)
-
-
-def divergence(logp: Tensor, reference: Tensor, alpha: float) -> Tensor:
-    """Return the divergence [n] of `ExactKLToReference` between log π [n, V] and log π_ref [n, V]."""
-    if alpha == 1:
-        return _expectation(logp.exp(), logp - reference)
-    if alpha == 0:
-        return _expectation(reference.exp(), reference - logp)
-    # where both are −∞, the derivative of logaddexp would be NaN
-    weighted = (reference + math.log(alpha), logp + math.log1p(-alpha))
-    mixture = torch.logaddexp(*(x.clamp(min=-1e30) for x in weighted))
-    of_reference, of_policy = (_expectation(x.exp(), x - mixture) for x in (reference, logp))
-    return alpha * of_reference + (1 - alpha) * of_policy
-
-
 def compute_exact(
     logits: Tensor,
     old: Tensor | None,
     names: Sequence[str],
     temperature: float,
     reference: Tensor | None = None,
-    alpha: float = 1.0,
+    divergence: Divergence = REVERSE_KL,
 ) -> list[Tensor]:
     """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), kl_ref,
     the `divergence` from π_ref, and sum_pi_squared = Σ π², without graph."""
@@ -297,16 +279,16 @@ def compute_exact(
     out = []
     for name in names:
         if name == "entropy":
-            out.append(-_expectation(logp.exp(), logp))
+            out.append(-expectation(logp.exp(), logp))
         elif name == "sum_pi_squared":
             out.append((2 * logp.detach()).exp().sum(-1))
         elif name == "kl_ref":
             assert reference is not None  # checked by `Evaluator.forward`
-            out.append(divergence(logp, scale_logits(reference, temperature).log_softmax(-1), alpha))
+            out.append(divergence.compute(logp, scale_logits(reference, temperature).log_softmax(-1)))
         else:
             assert old is not None  # likewise
             before = scale_logits(old, temperature).log_softmax(-1)
-            out.append(_expectation(before.exp(), before - logp))
+            out.append(expectation(before.exp(), before - logp))
     return out
 
 
@@ -388,7 +370,7 @@ class Evaluator:
         old: Evaluator | None = None,
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
-        alpha: float = 1.0,
+        divergence: Divergence = REVERSE_KL,
     ) -> Forward:
         """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
@@ -396,7 +378,7 @@ class Evaluator:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = the `divergence` from π_ref, sum_pi_squared = Σ π² (without graph).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref, which reads `part.reference` if there is one.
-            alpha: Of the divergence from π_ref.
+            divergence: From π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
 
         Raises:
@@ -449,7 +431,7 @@ class Evaluator:
                     ]
                 old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
                 logp = selected_logp(logits, tokens, temperature)
-                return logp, *compute_exact(logits, old, names, temperature, reference, alpha)
+                return logp, *compute_exact(logits, old, names, temperature, reference, divergence)
 
             places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)

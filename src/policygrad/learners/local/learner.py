@@ -120,8 +120,9 @@ class LocalLearner:
             balance = find_expert_balance(self.evaluator, config, self.division)
             check_expert_balance(balance, algorithm)
             self.networks = replace(self.networks, balance=balance)
-        alpha = next((term.kl_alpha for term in algorithm.terms if "kl_ref" in term.forward_needs), 1.0)
-        self.networks = replace(self.networks, alpha=alpha)
+        for term in algorithm.terms:
+            if "kl_ref" in term.forward_needs:
+                self.networks = replace(self.networks, divergence=term.divergence)
         if config.compile:
             from policygrad.learners.local.compilation import CompiledBlocks
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
+from policygrad.core.divergences import REVERSE_KL, Divergence
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, backward_mode, backward_zero
@@ -42,7 +43,7 @@ class TrainedNetworks:
     division: WorkDivision = field(default_factory=WorkDivision)
     old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
     compiled: CompiledBlocks | None = None  # the policy's blocks, with `learner.compile`
-    alpha: float = 1.0  # of the exact divergence from the reference (`ExactKLToReference`)
+    divergence: Divergence = REVERSE_KL  # from the reference (`ExactKLToReference`)
     balance: ExpertBalance | None = None  # the loss that a mixture of experts asks for
 
     @property
@@ -68,7 +69,7 @@ class TrainedNetworks:
 
         def run(part: Pack) -> None:
             with evaluator.network.uncounted(), backward_mode(evaluator.model, self.config.gradient_checkpointing):
-                backward_zero(evaluator.forward(part, needs, self.old, self.reference, alpha=self.alpha).logp)
+                backward_zero(evaluator.forward(part, needs, self.old, self.reference, divergence=self.divergence).logp)
 
         return run
 
@@ -85,7 +86,7 @@ class TrainedNetworks:
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
         """Return log π_θ of a micro-batch and what else `needs` names."""
-        return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected, self.alpha)
+        return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected, self.divergence)
 
     @torch.no_grad()
     def score_batch(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
