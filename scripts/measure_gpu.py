@@ -38,7 +38,9 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "src"), str(ROOT / "tests")]  # also where nothing is installed
+sys.path += [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]  # also where nothing is installed
+
+from gpu_versus import Step, build_on_cpu, measure_step  # noqa: E402
 
 import policygrad as pg  # noqa: E402
 from doubles.algorithms import runnable  # noqa: E402
@@ -108,6 +110,8 @@ class Sizes:
     rows: tuple[int, ...]  # completions drawn at once
     decode: tuple[int, int]  # tokens of a prompt and of a completion
     head: tuple[int, int, int]  # states, width and vocabulary
+    step: Step  # of GRPO, beside TRL's
+    long_step: Step  # whose prompt is longer than its completions
 
 
 SIZES = {
@@ -120,6 +124,8 @@ SIZES = {
         (64, 512),
         (256, 256),
         (4_096, 1_024, 151_936),
+        Step(8, 8, 256, 1_024, (8, 16)),
+        Step(8, 8, 4_096, 1_024, (2, 8)),
     ),
     "cpu": Sizes(
         TINY,
@@ -130,6 +136,8 @@ SIZES = {
         (4, 8),
         (8, 8),
         (64, 32, 700),
+        Step(2, 2, 8, 6, (2, 4)),
+        Step(2, 2, 24, 6, (2,)),
     ),
 }
 
@@ -449,6 +457,14 @@ def measure_sampler(device: str, shape: str = "small", cuda_graphs: bool = True)
     return report
 
 
+def measure_versus(device: str, side: str, step: str = "step") -> dict[str, Any]:
+    """Return what a GRPO step takes here, or with TRL (`gpu_versus`)."""
+    if side != "policygrad" and not os.environ.get("POLICYGRAD_PEERS") and find_spec("trl") is None:
+        return {"left out": "TRL is not installed: POLICYGRAD_PEERS names folders with it and what it needs"}
+    sizes = SIZES[device]
+    return measure_step(device, side, getattr(sizes, step), lambda: build_on_cpu(sizes.small, device))
+
+
 def run_default(device: str) -> dict[str, Any]:
     """`policygrad train` as a newcomer runs it."""
     if missing := [name for name in ("reasoning_gym", "tyro", "tomli_w") if find_spec(name) is None]:
@@ -498,6 +514,11 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "decoding": (90, measure_sampler),
     "decoding without graphs": (90, partial(measure_sampler, cuda_graphs=False)),
     "default run": (120, run_default),
+    **{
+        f"versus{name}: {side}": (150, partial(measure_versus, side=side, step=step))
+        for name, step in (("", "step"), (", long prompt", "long_step"))
+        for side in ("policygrad", "trl", "trl, continuous batching")
+    },
 }
 """Name -> time limit in seconds, and what is run."""
 
