@@ -20,7 +20,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage, Explanation, State
 from policygrad.core.batch import Batch
-from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, Stage
+from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, TO_GO, Stage
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import SET, acts_with, choice, setting
@@ -107,7 +107,7 @@ def _mean_of_siblings(batch: Batch, groups: Groups) -> Tensor:
 class Baseline(Advantage):
     """Base of the links that subtract a baseline from the reward."""
 
-    takes: ClassVar[frozenset[Stage]] = frozenset({"reward"})
+    takes: ClassVar[frozenset[Stage]] = TO_GO
     gives: ClassVar[Stage | None] = "centred"
 
 

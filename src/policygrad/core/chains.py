@@ -2,6 +2,7 @@
 
 A chain begins with the reward to go. A baseline subtracts from the reward, so that it can stand only where Ψ is still the reward;
 a scale made of rewards divides what has the reward's unit; and a number for each completion can be taken only where Ψ is one.
+What has a number for each turn or token keeps it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from policygrad.core.base import Advantage
 
-Stage = Literal["reward", "centred", "score", "tokens"]
+Stage = Literal["reward", "centred", "turns", "score", "tokens"]
 """What Ψ is between two links."""
 STAGES: dict[Stage, str] = {
     "reward": "the reward to go",
     "centred": "the reward less a baseline",
+    "turns": "the reward to go from each turn",
     "score": "a number for each completion that is not in the reward's unit",
     "tokens": "a number of its own for each token",
 }
 ANY: frozenset[Stage] = frozenset(STAGES)
-REWARD_UNIT: frozenset[Stage] = frozenset({"reward", "centred"})
-PER_COMPLETION: frozenset[Stage] = ANY - {"tokens"}
+TO_GO: frozenset[Stage] = frozenset({"reward", "turns"})
+REWARD_UNIT: frozenset[Stage] = TO_GO | {"centred"}
+PER_COMPLETION: frozenset[Stage] = ANY - {"turns", "tokens"}
 _TAKES = {
-    frozenset({"reward"}): STAGES["reward"],
+    TO_GO: STAGES["reward"],
     REWARD_UNIT: "a reward, with or without a baseline",
     PER_COMPLETION: "one number for each completion",
     ANY: "anything",
@@ -62,5 +65,12 @@ def _find_misfit(links: Sequence[Advantage]) -> tuple[int, Stage] | None:
     for i, link in enumerate(links):
         if stage not in link.takes:
             return i, stage
-        stage = link.gives or stage
+        stage = _pass_on(stage, link.gives or stage)
     return None
+
+
+def _pass_on(before: Stage, given: Stage) -> Stage:
+    """Return what Ψ is after a link that gives `given`: never one number for each completion where it was more before."""
+    if before == "turns" and given == "centred":
+        return "turns"
+    return "tokens" if before in {"turns", "tokens"} and given in PER_COMPLETION else given

@@ -17,7 +17,7 @@ from policygrad.core import masked
 from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.chains import Stage
+from policygrad.core.chains import TO_GO, Stage
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
 from policygrad.core.masked import Groups
 from policygrad.core.settings import ABOVE_0, SET, acts_with, setting
@@ -84,7 +84,7 @@ class TurnReturn(Advantage):
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
-    gives: ClassVar[Stage | None] = "tokens"
+    gives: ClassVar[Stage | None] = "turns"
 
     @property
     def formula(self) -> str:
@@ -106,7 +106,7 @@ class TurnLeaveOneOut(Advantage):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
-    takes: ClassVar[frozenset[Stage]] = frozenset({"reward", "tokens"})
+    takes: ClassVar[frozenset[Stage]] = TO_GO | {"tokens"}
     gives: ClassVar[Stage | None] = "tokens"
     uses_group_statistics: ClassVar[bool] = True
 
