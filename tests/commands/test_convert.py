@@ -17,6 +17,7 @@ import pytest
 from policygrad.commands.convert import convert_source, read_sources
 from policygrad.commands.converters import openrlhf, prime_rl, trl, verl
 from policygrad.commands.converters.base import Library, Setting, convert_options, find_reason, parse_value
+from policygrad.commands.converters.reading import read_file
 from policygrad.commands.converters.shell import read_commands
 from policygrad.commands.converters.verl_algorithm import ESTIMATORS, LOSSES
 from policygrad.commands.foreign_options import load_foreign_options
@@ -462,6 +463,41 @@ def test_a_variable_that_nothing_sets_is_asked_for(tmp_path: Path, monkeypatch: 
     assert '# output = "$D"  # trainer.default_local_dir=$D' in text
     monkeypatch.setenv("BATCH", "64")
     assert convert(script, tmp_path)[0].prompts_per_step == 64
+
+
+def test_a_token_of_the_environment_does_not_reach_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MODEL_TOKEN"):
+        monkeypatch.setenv(name, "hidden")
+    options = (
+        "+trainer.key=$WANDB_API_KEY trainer.project_name=${HF_TOKEN:-none} actor_rollout_ref.model.path=$MODEL_TOKEN"
+    )
+    _, text = convert(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {options}\n", tmp_path)
+    assert "hidden" not in text
+    assert "$WANDB_API_KEY" in text
+    assert "MODEL_TOKEN is not read from the environment, since it is named like a secret" in re.sub(
+        r"\s*\n##\s+", " ", text
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ("A=0123456789", 'A="$A$A"'),
+        ("export A=0123456789", 'export A="$A$A"'),
+        ("A=(0123456789)", 'A+=("${A[@]}" "${A[@]}")'),
+    ],
+)
+def test_variables_that_double_with_each_line_are_refused(first: str, again: str) -> None:
+    script = "\n".join([first, *[again] * 25])
+    with pytest.raises(ConfigError, match="A has more than 1,000,000 characters: shorten it"):
+        read_commands(script, {})
+
+
+def test_a_file_that_names_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"rl @ {path} --max-steps 3\n")
+    with pytest.raises(ConfigError, match=r"prime-rl's configuration is a \.toml"):
+        read_file(path)
 
 
 def test_the_command_writes_a_file_and_counts(run_command: Any, tmp_path: Path) -> None:

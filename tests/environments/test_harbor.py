@@ -20,6 +20,7 @@ from doubles.scripted_sampler import ScriptedSampler, conversation
 from policygrad.commands.doctor import ABSENT, OK, examine_machine
 from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.harbor import Harbor, HarborProgram, use_harbor
+from policygrad.environments.harbor_places import fill_root
 from policygrad.environments.registry import code_references, resolve_environment
 from policygrad.errors import ConfigError, DataError
 from policygrad.models.loading import load_model
@@ -29,7 +30,8 @@ from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
 from policygrad.sandbox import containers
 from policygrad.sandbox.backends import find_backend
 from policygrad.sandbox.commands import CommandLimits, CommandRunner, confine_command
-from policygrad.tasks.harbor import parse_dockerfile
+from policygrad.sandbox.containers import Container
+from policygrad.tasks.harbor import parse_dockerfile, read_tasks
 from policygrad.tasks.registry import load_task
 from policygrad.tasks.rows import RowOptions
 from policygrad.training.config.paths import with_full_paths
@@ -231,6 +233,7 @@ def test_tasks_that_cannot_be_used_are_all_named_with_the_reason(tmp_path: Path)
     write_task(tmp_path / "garbled", toml="[metadata\n")
     write_task(tmp_path / "stepwise", toml=TOML + '[[steps]]\nname = "one"\n')
     write_task(tmp_path / "secret", toml=TOML + '[environment.env]\nKEY = "${OPENAI_API_KEY}"\n')
+    write_task(tmp_path / "image", toml=TOML + '[environment]\ndocker_image = "--privileged"\n')
     write_task(tmp_path / "timeless", toml=TOML.replace("60.0", '"soon"'))
     (write_task(tmp_path / "unnamed") / "task.toml").unlink()
     (write_task(tmp_path / "unchecked") / "tests" / "test.sh").unlink()
@@ -238,7 +241,7 @@ def test_tasks_that_cannot_be_used_are_all_named_with_the_reason(tmp_path: Path)
     with pytest.raises(DataError) as caught:
         load_task(f"harbor:{tmp_path}")
     text = str(caught.value)
-    assert "9 of its 10 tasks cannot be used here" in text
+    assert "10 of its 11 tasks cannot be used here" in text
     assert "installs, installs-too: its Dockerfile has RUN apt-get update && apt-get install -y gcc" in text
     assert "a container engine is needed (docker: it is not installed; podman: it is not installed)" in text
     for part in (
@@ -246,13 +249,14 @@ def test_tasks_that_cannot_be_used_are_all_named_with_the_reason(tmp_path: Path)
         "garbled: its task.toml is no TOML",
         "stepwise: it has several steps",
         "secret: [environment] env in its task.toml takes KEY from this machine",
+        "image: [environment] docker_image in its task.toml is '--privileged', which names no image",
         "timeless: [agent] timeout_sec in its task.toml is 'soon'",
         "unnamed: it has no task.toml",
         "unchecked: it has no tests/test.sh",
         "--task.skip-bad-rows",
     ):
         assert part in text
-    with pytest.warns(UserWarning, match="9 of 10 rows skipped"):
+    with pytest.warns(UserWarning, match="10 of 11 rows skipped"):
         task = load_task(f"harbor:{tmp_path}", row_options=RowOptions(skip_bad_rows=True))
     assert [row.columns["name"] for row in task.rows] == ["good"]
 
@@ -373,6 +377,50 @@ def test_a_copy_through_a_link_does_not_leave_the_episodes_folder(tokenizer: Tok
     trajectory, _ = play(tokenizer, top, "one", "done")
     assert "copies through a link that leads elsewhere" in trajectory.failure
     assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("copies", "files"),
+    [
+        ("COPY links/ /app/\nCOPY more/ /app/\n", {"more/out/planted": "x"}),
+        ("COPY links/ /app/\nCOPY more/ /app/\n", {"more/file": "x"}),
+        ("COPY links/out/key /app/key\n", {}),
+        ("COPY links/out/inner/ /app/\n", {}),
+    ],
+)
+def test_no_file_of_this_machine_is_read_or_written_through_a_link(
+    copies: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    outside, base = tmp_path / "outside", tmp_path / "episode"
+    (outside / "inner").mkdir(parents=True)
+    (outside / "key").write_text("secret")
+    folder = write_task(tmp_path / "tasks" / "one", dockerfile=f"FROM a\n{copies}")
+    links = folder / "environment" / "links"
+    links.mkdir()
+    (links / "out").symlink_to(outside)
+    (links / "file").symlink_to(outside / "key")
+    for name, text in files.items():
+        path = folder / "environment" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (task,) = read_tasks(str(folder))
+    base.mkdir()
+    with pytest.raises(OSError, match="copies through a link that leads elsewhere"):
+        fill_root(task, base)
+    assert sorted(path.name for path in outside.iterdir()) == ["inner", "key"]
+    assert (outside / "key").read_text() == "secret"
+
+
+def test_the_folder_that_a_task_works_in_is_made_in_the_episodes_folder(tmp_path: Path) -> None:
+    folder = write_task(
+        tmp_path / "tasks" / "one", dockerfile=None, toml=TOML + '[environment]\nworkdir = "/app/../../../data"\n'
+    )
+    (task,) = read_tasks(str(folder))
+    base = tmp_path / "a" / "episode"
+    base.mkdir(parents=True)
+    fill_root(task, base)
+    assert task.work_folder == "/data"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tasks"]
 
 
 # Containers: a stand-in for docker, which keeps each container's files in a folder and runs commands in bubblewrap.
@@ -496,6 +544,17 @@ def test_a_command_that_hangs_in_a_container_ends_with_what_else_runs_there(
     assert "exceeded the time limit" in seen
     assert trajectory.reward == 1.0
     assert [call[0] for call in calls_of(docker)].count("restart") == 1
+
+
+def test_a_container_that_starts_as_its_episode_is_closed_is_removed(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = Container("docker", "policygrad-late", "image")
+    container.close()
+    (docker / "policygrad-late").mkdir()  # the engine has made it meanwhile
+    with pytest.raises(OSError, match="the episode is over"):
+        container.start(1 << 30, 1.0, 10, network=False, variables={})
+    assert not list(docker.glob("policygrad-*"))
 
 
 @pytest.mark.parametrize(

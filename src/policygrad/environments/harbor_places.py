@@ -56,9 +56,11 @@ class FolderPlace:
 
     def open(self) -> None:
         self.base = Path(tempfile.mkdtemp(prefix="policygrad-harbor-"))
-        fill_root(self.task, self.base)
-        if self._runner.is_closed:  # meanwhile
-            remove_tree(str(self.base))
+        try:
+            fill_root(self.task, self.base)
+        finally:
+            if self._runner.is_closed:  # meanwhile
+                remove_tree(str(self.base))
 
     def run(self, command: str, limits: CommandLimits) -> CommandResult:
         mounts = list_mounts(self.base)
@@ -89,22 +91,37 @@ def fill_root(task: HarborTask, base: Path) -> None:
         (root / name).mkdir(parents=True, exist_ok=True)
     for source, target in task.recipe.copies:
         path = root / target.lstrip("/")
-        whole = task.folder / "environment" / source
-        if whole.is_dir() and not whole.is_symlink():
-            _check_inside(root, path)
-            shutil.copytree(whole, path, symlinks=True, dirs_exist_ok=True)
+        context = task.folder / "environment"
+        origin = context / source
+        _check_inside(context, context / posixpath.dirname(source.rstrip("/")))
+        if origin.is_dir() and not origin.is_symlink():
+            _copy_folder(origin, path, root)
             continue
         if target.endswith("/") or path.is_dir():
             path = path / posixpath.basename(source)
         _check_inside(root, path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(whole, path, follow_symlinks=False)
+        shutil.copy2(origin, path, follow_symlinks=False)
 
 
-def _check_inside(root: Path, path: Path) -> None:
-    """Raise OSError for a path that a link of the task's leads out of the episode's folder."""
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise OSError(f"the Dockerfile copies through a link that leads elsewhere: {path.relative_to(root)}")
+def _copy_folder(source: Path, target: Path, root: Path) -> None:
+    """Copy a folder's files into a folder that may have some, among them links that an earlier COPY has made."""
+
+    def check_folder(folder: str | os.PathLike[str], names: list[str]) -> set[str]:
+        _check_inside(root, target / Path(folder).relative_to(source))
+        return set()
+
+    def copy(file: str, path: str) -> None:
+        _check_inside(root, Path(path))
+        shutil.copy2(file, path)
+
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=check_folder, copy_function=copy)
+
+
+def _check_inside(top: Path, path: Path) -> None:
+    """Raise OSError for a path that a link of the task's leads out of a folder."""
+    if not path.resolve().is_relative_to(top.resolve()):
+        raise OSError(f"the Dockerfile copies through a link that leads elsewhere: {path.relative_to(top)}")
 
 
 def list_mounts(base: Path) -> dict[str, Path]:

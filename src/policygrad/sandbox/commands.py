@@ -82,6 +82,8 @@ class CommandRunner:
         )
         self._running.append(process)
         try:
+            if self.is_closed:  # while it was started
+                kill_group(process.pid)
             output, exceeded = self._watch(process, limits)
             if exceeded:
                 kill_group(process.pid)

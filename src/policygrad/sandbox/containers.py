@@ -88,7 +88,11 @@ class Container:
         options += ["--security-opt", "no-new-privileges"]
         for name, value in variables.items():
             options += ["--env", f"{name}={value}"]
-        self._manage("run", "--detach", *options, self.image, "sh", "-c", f"sleep {_LIFE_SECONDS}")
+        try:
+            self._manage("run", "--detach", *options, self.image, "sh", "-c", f"sleep {_LIFE_SECONDS}")
+        finally:
+            if self._runner.is_closed:  # meanwhile, when there was nothing to remove
+                self._remove()
 
     def copy_in(self, source: Path, target: str) -> None:
         """Copy what a folder holds into a new folder of the container. Raises OSError."""
@@ -111,6 +115,9 @@ class Container:
     def close(self) -> None:
         """End and remove it."""
         self._runner.close()
+        self._remove()
+
+    def _remove(self) -> None:
         CommandRunner().run([self.engine, "rm", "--force", "--volumes", self.name], CommandLimits(_MANAGE_SECONDS))
 
     def _manage(self, *arguments: str) -> None:

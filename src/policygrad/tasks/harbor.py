@@ -256,7 +256,9 @@ def _parse_task(folder: Path) -> HarborTask:
     recipe, image = _read_recipe(where), environment.get("docker_image") or ""
     if not isinstance(image, str):
         raise ValueError("[environment] docker_image in its task.toml is no text")
-    work_folder = str(environment.get("workdir") or recipe.folder or DEFAULT_FOLDER)
+    if image.startswith("-"):
+        raise ValueError(f"[environment] docker_image in its task.toml is {image[:40]!r}, which names no image")
+    work_folder = posixpath.normpath(str(environment.get("workdir") or recipe.folder or DEFAULT_FOLDER))
     if not recipe.needs and (reason := _explain_path(work_folder)):
         recipe = Recipe(needs=f"it works in {work_folder}, {reason}")
     metadata = tables["metadata"]

@@ -77,6 +77,12 @@ def explain_missing_variable(message: str, names: Sequence[str], children: str, 
     return ""
 
 
+def is_secret(name: str) -> bool:
+    """Return True for a variable that is named like a token, a key or a password."""
+    return any(fnmatchcase(name, pattern) for pattern in _SECRETS)
+
+
 def _is_passed(name: str, names: Sequence[str]) -> bool:
-    is_secret = any(fnmatchcase(name, pattern) for pattern in _SECRETS)
-    return name in names or (not is_secret and any(fnmatchcase(name, p) for p in (*PASSED_VARIABLES, *names)))
+    return name in names or (
+        not is_secret(name) and any(fnmatchcase(name, pattern) for pattern in (*PASSED_VARIABLES, *names))
+    )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from policygrad.commands.foreign_options import Equivalent, load_foreign_options
 from policygrad.errors import ConfigError
+from policygrad.utils.child_environment import is_secret
 
 CASCADES = ("advantage", "terms", "shaping", "filters", "corrections")
 """Fields of an algorithm that hold a list of parts."""
@@ -280,10 +281,14 @@ def _answer_idle(done: Conversion, name: str, is_known: bool) -> None:
 
 
 def _ask_for_variable(setting: Setting) -> Need:
-    found = re.search(r"\$\{?(\w+)", str(setting.value))
-    name = found[1] if found else "NAME"
+    reference = re.search(r"\$\{?(\w+)", str(setting.value))
+    name = reference[1] if reference else "NAME"
     if name == "COMMAND":
         return Need(f"{setting.text}: computed by a command or by code, which is not run", (setting.name,))
+    if is_secret(name):
+        return Need(
+            f"{setting.text}: {name} is not read from the environment, since it is named like a secret", (setting.name,)
+        )
     return Need(f"{setting.text}: nothing sets {name}; {name}=… before `policygrad convert` does", (setting.name,))
 
 

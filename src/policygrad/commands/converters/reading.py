@@ -39,14 +39,9 @@ def read_file(path: Path) -> list[Source]:
     Raises:
         ConfigError: It cannot be read, is of no kind that is known, or holds something that cannot be parsed, with its line.
     """
+    text = _read_text(path, f"name {KINDS}")
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; name {KINDS}") from error
-    try:
-        sources = [*_read_text(path, text)]
+        sources = [*_parse_file(path, text)]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not sources:
@@ -54,7 +49,16 @@ def read_file(path: Path) -> list[Source]:
     return sources
 
 
-def _read_text(path: Path, text: str) -> Iterator[Source]:
+def _read_text(path: Path, remedy: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+
+
+def _parse_file(path: Path, text: str) -> Iterator[Source]:
     suffix = path.suffix.lower()
     if suffix == ".toml":
         yield _read_toml(path, text)
@@ -112,6 +116,8 @@ def _find_sources(command: Sequence[Word], origin: str) -> Iterator[Source]:
             yield Source(openrlhf.OPENRLHF, read_flags(rest), where)
         elif word in ("rl", "trainer", "orchestrator", "inference") and rest and rest[0].text == "@":
             path = Path(rest[1].text) if len(rest) > 1 else Path()
+            if path.suffix.lower() != ".toml":
+                raise ConfigError(f"{word} @ {path}: prime-rl's configuration is a .toml; name it after @")
             source = read_file(path)[0]
             yield source._replace(settings=[*source.settings, *read_flags(rest[2:])])
         elif (trainer := _find_trl(command, i)) is not None:
@@ -141,17 +147,10 @@ def _read_trl_command(trainer: str, before: Sequence[Word], rest: Sequence[Word]
     config = next((setting for setting in settings if setting.name == "config"), None)
     if config is not None:
         path = Path(str(config.value))
-        data = _load_yaml(path, _read_config(path))
+        data = _load_yaml(path, _read_text(path, "name the file after --config"))
         read = [Setting(name, value, f"{name}: {value}") for name, value in flatten(data) if name != "env"]
         settings = [*read, *(setting for setting in settings if setting.name != "config")]
     return Source(trl.make_library(trainer), settings, origin)
-
-
-def _read_config(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
 
 
 def _read_python(path: Path, text: str) -> Iterator[Source]:

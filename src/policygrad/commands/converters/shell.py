@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from policygrad.errors import ConfigError
+from policygrad.utils.child_environment import is_secret
 
 _ARRAY_ASSIGNMENT = re.compile(r"(?:export\s+|readonly\s+|local\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=\(")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
@@ -56,12 +57,15 @@ def read_commands(text: str, environment: Mapping[str, str] | None = None) -> li
     """Return the commands of a script, variables filled in, in their order.
 
     Args:
-        environment: Variables around the script; by default those of this process.
+        environment: Variables around the script; by default those of this process but tokens and keys, which would stand in
+            what is made of the commands.
 
     Raises:
-        ConfigError: A quote is not closed, with its line.
+        ConfigError: A quote is not closed, or variables grow without end, with the line.
     """
-    script = _Script(dict(os.environ if environment is None else environment))
+    if environment is None:
+        environment = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    script = _Script(dict(environment))
     commands: list[list[Word]] = []
     lines = text.splitlines()
     i = 0
@@ -155,7 +159,19 @@ def _assign_array(script: _Script, name: str, is_added: bool, text: str, line: i
     if False in script.branches or None in script.branches:
         return
     words = split_words(script, text[: text.rindex(")")], line)
-    script.arrays[name] = (script.arrays.get(name, []) if is_added else []) + words
+    script.arrays[name] = array = (script.arrays.get(name, []) if is_added else []) + words
+    _check_length(name, sum(len(word.text) + 1 for word in array), line)
+
+
+def _assign(script: _Script, name: str, value: str, line: int) -> None:
+    _check_length(name, len(value), line)
+    script.variables[name] = value
+
+
+def _check_length(name: str, length: int, line: int) -> None:
+    """Refuse what doubles with each line."""
+    if length > _LONGEST:
+        raise ConfigError(f"line {line}: {name} has more than {_LONGEST:,} characters: shorten it")
 
 
 def _read_line(script: _Script, text: str, line: int, commands: list[list[Word]]) -> None:
@@ -165,20 +181,19 @@ def _read_line(script: _Script, text: str, line: int, commands: list[list[Word]]
     if False in script.branches or None in script.branches:
         return
     if default := re.match(r":\s+\"?\$\{(\w+):?=(.*)\}", text):
-        script.variables.setdefault(default[1], _expand(script, default[2].strip("'\"")))
+        if default[1] not in script.variables:
+            _assign(script, default[1], _expand(script, default[2].strip("'\"")), line)
         return
     words = split_words(script, text, line)
     if re.match(r"(export|readonly|local|declare)\s", text):
         for word in words[1:]:
             name, equals, value = word.text.partition("=")
             if equals:
-                script.variables[name] = value
+                _assign(script, name, value, line)
         return
     while words and (found := re.match(r"([A-Za-z_]\w*)(\+?)=(?!=)", words[0].text)) is not None:
         value = words.pop(0).text[found.end() :]
-        if len(value) > _LONGEST:
-            raise ConfigError(f"line {line}: {found[1]} has more than {_LONGEST} characters: shorten it")
-        script.variables[found[1]] = script.variables.get(found[1], "") + value if found[2] else value
+        _assign(script, found[1], script.variables.get(found[1], "") + value if found[2] else value, line)
         if words and words[0].text == ";":
             words.pop(0)
     if words:
