@@ -66,17 +66,10 @@ test-environments: $(OTHERS)/mcp/.installed $(OTHERS)/openenv/.installed $(OTHER
 	for name in mcp openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
-# Agents are programs: their environments have neither policygrad nor torch.
-AGENT_smolagents := 'smolagents[openai]==1.26.0'
-AGENT_mini-swe-agent := mini-swe-agent==2.4.6
-
-$(OTHERS)/agents/%/.installed: Makefile
-	$(PYTHON) -m venv $(OTHERS)/agents/$*
-	$(OTHERS)/agents/$*/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_$*)
-	@touch $@
-
-test-agents: $(STAMP) $(OTHERS)/agents/smolagents/.installed $(OTHERS)/agents/mini-swe-agent/.installed
-	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py $(ARGS)
+# Agents are programs: their environments, which tests/agents.toml lists, have neither policygrad nor torch.
+test-agents: $(STAMP)
+	$(BIN)/python scripts/agents_matrix.py install --folder $(OTHERS)/agents
+	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py tests/environments/test_agents_matrix.py $(ARGS)
 
 # The cookbook's one dependency that the index does not have is for models of other kinds than these.
 $(OTHERS)/tinker/.installed: pyproject.toml constraints.txt

@@ -196,6 +196,20 @@ def test_tool_calls_are_returned_as_objects_and_go_on_as_sampled() -> None:
     assert '{"name":   "add"' in recorder.encoder.hf.decode(recorder.sampled[1][0])
 
 
+def test_ids_of_calls_are_those_of_a_run_that_is_repeated_and_differ_otherwise() -> None:
+    """smolagents writes them into the text that the policy reads next."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def play() -> list[str]:
+        recorder = Recorder(tokenizer("chatml"))
+        choices = [recorder.ask(chat(asked), call * 2, tools=(TOOL,)) for asked in ("1 + 2", "1 + 2", "2 + 1")]
+        return [number for choice in choices for number in choice.call_ids]
+
+    first = play()
+    assert first == play()
+    assert len({*first}) == len(first) == 6
+
+
 def test_a_call_that_is_repeated_with_the_defaults_filled_in_goes_on_as_sampled() -> None:
     """As Claude Code does with `replace_all` of its editor."""
     properties = {"a": {}, "all": {"type": "boolean", "default": False}}

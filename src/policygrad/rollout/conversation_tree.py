@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -177,6 +177,9 @@ class ConversationTree:
         is_read = not isinstance(request.prompt, str) and len(calls) == len(message.calls)
         content = message.content.strip() if is_read and (calls or message.reasoning) else text
         ids = generation.tokens.tolist()
+        # not random, since some agents show the policy a call's id: a run that is repeated reads the same
+        digest = sha256(torch.cat([turn.context_ids, generation.tokens]).numpy().tobytes()).hexdigest()[:16]
+        call_ids = tuple(f"call_{digest}{self.num_turns:04d}{number:04d}" for number in range(len(calls)))
         choice = ChatChoice(
             text,
             "tool_calls" if calls else generation.finish_reason,
@@ -185,7 +188,7 @@ class ConversationTree:
             tuple(encoder.hf.decode([token]) for token in ids) if request.has_logprobs else (),
             content,
             calls,
-            tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
+            call_ids,
             stopped_by,
             reasoning=message.reasoning.strip() if is_read else "",
         )
