@@ -1,5 +1,8 @@
 """mini-swe-agent as it is, for `pg.AgentProgram(function="mini_swe_agent.py:main", python="…", folder="repository")`."""
 
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # LiteLLM would download prices
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models import get_model

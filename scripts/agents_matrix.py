@@ -265,7 +265,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 def choose(request: ChatRequest, context: str) -> AssistantMessage:
     """Return the next turn: reading, correcting, looking again, and the answer."""
-    if not request.tools and "[[ ## next_tool_name ## ]]" in context:
+    if "[[ ## trajectory ## ]]" in context:
         return AssistantMessage(fill_fields(context))
     offered = {tool["function"]["name"]: tool["function"] for tool in request.tools}
     tools = {
@@ -286,7 +286,7 @@ def choose(request: ChatRequest, context: str) -> AssistantMessage:
     correct = f"sed -i s/{WRONG}/{RIGHT}/ {FILE}"
     edited = make_call(tools.get("edit"), path=path, old=WRONG, new=RIGHT)
     written = make_call(tools.get("write"), path=path, text=TEXT.replace(WRONG, RIGHT))
-    looks = [call for call in (read, shell[0], shell[1]) if call][:2]
+    looks = [call for call in (read, *shell, read) if call][:2]
     change = edited or written or make_call(tools.get("shell"), command=correct)
     assert change is not None, f"no tool changes a file: {sorted(offered)}"
     if turn == 0:
@@ -312,7 +312,7 @@ def fill_fields(context: str) -> str:
     ]
     name, arguments = steps[min(context.count("[[ ## observation_"), len(steps) - 1)]
     fields = {"next_thought": "I go on.", "next_tool_name": name, "next_tool_args": json.dumps(arguments)}
-    if "[[ ## next_tool_name ## ]]" not in context.rpartition("[[ ## trajectory ## ]]")[2]:
+    if "[[ ## next_tool_name ## ]]" not in context:
         fields = {"reasoning": "I have looked at it.", "answer": DONE}
     return "".join(f"[[ ## {field} ## ]]\n{text}\n\n" for field, text in fields.items()) + "[[ ## completed ## ]]"
 

@@ -1,8 +1,10 @@
 """A loop of one's own around LiteLLM: pip install litellm."""
 
 import json
+import os
 from pathlib import Path
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would download prices
 import litellm
 
 PATH, TEXT = {"path": {"type": "string"}}, {"text": {"type": "string"}}
