@@ -47,11 +47,14 @@ from policygrad.weight_sync.gguf import QWEN
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "agents.toml"
 FOLDER = ROOT / ".environments" / "agents"
-INSTALL_SECONDS, EPISODE_SECONDS = 900, 180
+INSTALL_SECONDS, EPISODE_SECONDS = 900, 120
 FILE, WRONG, RIGHT = "notes.txt", "helo", "hello"
 PROMPT = f"Read {FILE} in the current folder, and correct its spelling: {WRONG} is {RIGHT}."
 TEXT = f"The first word is {WRONG}.\n"
 MAX_TOKENS = 20_000
+MAX_CALLS, FEW_CALLS = 24, 2
+"""Of an episode, and of one that the run's limits end once the file is corrected."""
+LIMITED = "limited"
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Agent:
 
     @property
     def ways(self) -> dict[str, str]:
-        """How it can be started."""
-        return {"": self.start, **({"streamed": self.streamed} if self.streamed else {})}
+        """How it is started."""
+        return {"": self.start, **({"streamed": self.streamed} if self.streamed else {}), LIMITED: self.start}
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ class Episode:
 
     @property
     def works(self) -> bool:
-        return self.reward == 1.0 and self.equal == self.contexts > 2 and not self.failure
+        """True if it did its task, and read what the template makes of it."""
+        is_whole = self.calls == FEW_CALLS if self.way == LIMITED else self.calls > FEW_CALLS
+        return self.reward == 1.0 and self.equal == self.contexts and is_whole and not self.failure
 
 
 # The table.
@@ -405,7 +410,7 @@ def make_program(agent: Agent, folder: Path, work: Path, home: Path, way: str = 
         "reward_command": f"grep -q '{RIGHT}' {FILE}",
         "variables": variables,
         "max_seconds": EPISODE_SECONDS,
-        "max_calls": 24,
+        "max_calls": FEW_CALLS if way == LIMITED else MAX_CALLS,
         "max_processes": 256,
         "batch_seconds": 0.2,
     }

@@ -214,7 +214,7 @@ class ConversationTree:
             return
         else:
             reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
-            keys = _message_keys((*turn.request.prompt, reply), turn.request.tools)  # type: ignore[arg-type]
+            keys = _message_keys((*turn.request.prompt, reply), turn.request.tools)
         tools, written = _canonical(turn.request.tools), {"role": "assistant", "content": choice.text}
         own_ids: dict[str, str] = {}
         if choice.calls and message.is_complete and not isinstance(turn.messages, str):
