@@ -1,7 +1,8 @@
 """Agents that are programs: anything that talks to OpenAI's or Anthropic's API, started once for each episode.
 
 A program needs to know nothing of policygrad. It finds the policy at `OPENAI_BASE_URL` or `ANTHROPIC_BASE_URL`, its prompt in the
-text file `POLICYGRAD_PROMPT`, the whole example in the JSON file `POLICYGRAD_EXAMPLE`, and may write {"reward": 1.0, "answer": "…", "metrics": {…}} to `POLICYGRAD_RESULT`.
+text file `POLICYGRAD_PROMPT`, the whole example in the JSON file `POLICYGRAD_EXAMPLE`, and may write {"reward": 1.0, "answer": "…",
+"metrics": {…}} to `POLICYGRAD_RESULT`.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ MESSAGE_FIELDS: Mapping[str, Field] = {
     "tool_choice.type": _counted("auto", "none"),
     "tool_choice.name": UNUSED,  # of a type that is counted
     "tool_choice.disable_parallel_tool_use": _counted(False),
-    "thinking.type": _counted("disabled", "adaptive"),  # the second asks for what a policy does: it thinks as it sees fit
+    "thinking.type": _counted("disabled", "adaptive"),  # the second is what a policy does: it thinks as it sees fit
     "thinking.budget_tokens": _counted(),
     "thinking.display": UNUSED,
     "output_config.effort": _counted("high"),

@@ -61,7 +61,8 @@ def _join_all(messages: Conversation) -> list[dict[str, Any]]:
     """The same, with the user's messages that follow one another joined, for a template whose roles alternate."""
     joined = list[dict[str, Any]]()
     for role, group in groupby(_join_first(messages), lambda message: message.get("role")):
-        joined += _join(list(group)) if role == "user" else group
+        same = list(group)
+        joined += _join(same) if role == "user" else same
     return joined
 
 
