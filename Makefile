@@ -66,21 +66,19 @@ test-environments: $(OTHERS)/mcp/.installed $(OTHERS)/openenv/.installed $(OTHER
 	for name in mcp openenv textarena verifiers; do \
 		$(OTHERS)/$$name/bin/python -m pytest -m environments tests/environments/test_real_$$name.py $(ARGS) || exit 1; done
 
-# Agents are programs: their environments have neither policygrad nor torch. Programs that evaluate talk to the same API; lm-eval has
-# torch, since its own type of models is what the answers are compared with.
-AGENT_smolagents := 'smolagents[openai]==1.26.0'
-AGENT_mini-swe-agent := mini-swe-agent==2.4.6
-AGENT_inspect-ai := inspect-ai==0.3.285 openai==3.57.0 anthropic==2.14.0
-AGENT_lm-eval := 'lm-eval[hf,api]==0.4.13' torch==2.13.0 transformers==5.23.0 datasets==5.2.0
+# Agents are programs: their environments, which tests/agents.toml lists, have neither policygrad nor torch. Programs that evaluate
+# talk to the same API; lm-eval has torch, since its own type of models is what the answers are compared with.
+EVALUATES_inspect-ai := inspect-ai==0.3.285 openai==3.57.0 anthropic==2.14.0
+EVALUATES_lm-eval := 'lm-eval[hf,api]==0.4.13' torch==2.13.0 transformers==5.23.0 datasets==5.2.0
 
-$(OTHERS)/agents/%/.installed: Makefile
-	$(PYTHON) -m venv $(OTHERS)/agents/$*
-	$(OTHERS)/agents/$*/bin/python -m pip install --quiet --disable-pip-version-check $(AGENT_$*)
+$(OTHERS)/evaluates/%/.installed: Makefile
+	$(PYTHON) -m venv $(OTHERS)/evaluates/$*
+	$(OTHERS)/evaluates/$*/bin/python -m pip install --quiet --disable-pip-version-check $(EVALUATES_$*)
 	@touch $@
 
-AGENTS := smolagents mini-swe-agent inspect-ai lm-eval
-test-agents: $(STAMP) $(AGENTS:%=$(OTHERS)/agents/%/.installed)
-	POLICYGRAD_AGENTS=$(OTHERS)/agents $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py tests/proxy/test_evaluation_programs.py $(ARGS)
+test-agents: $(STAMP) $(OTHERS)/evaluates/inspect-ai/.installed $(OTHERS)/evaluates/lm-eval/.installed
+	$(BIN)/python scripts/agents_matrix.py install --folder $(OTHERS)/agents
+	POLICYGRAD_AGENTS=$(OTHERS)/agents POLICYGRAD_EVALUATES=$(OTHERS)/evaluates $(BIN)/python -m pytest -m agents tests/environments/test_agents_elsewhere.py tests/environments/test_agents_matrix.py tests/proxy/test_evaluation_programs.py $(ARGS)
 
 # The cookbook's one dependency that the index does not have is for models of other kinds than these.
 $(OTHERS)/tinker/.installed: pyproject.toml constraints.txt

@@ -1,5 +1,8 @@
 """mini-swe-agent as it is, for `pg.AgentProgram(function="mini_swe_agent.py:main", python="…", folder="repository")`."""
 
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # LiteLLM would download prices
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models import get_model
@@ -9,6 +12,7 @@ SYSTEM = "Use bash. When you are done, run `echo COMPLETE_TASK_AND_SUBMIT_FINAL_
 
 def main(example):
     """Run the agent in the episode's folder. AgentProgram's reward_command tells whether it solved its task."""
+    os.environ["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = "1"  # what the run's limits refuse is not asked for again
     # LiteLLM: any name after openai/ is for the address in OPENAI_BASE_URL; it knows no price of the policy.
     model = get_model("openai/policy", {"cost_tracking": "ignore_errors"})
     agent = DefaultAgent(

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from make_lab import PRIMER_FIGURES
+from pages.agents import agents_block
 from pages.algorithms import algorithm_page, count_algorithms, index_page, quote_finding
 from pages.architecture import picture, rooms_block
 from pages.blocks import (
@@ -99,6 +100,7 @@ def generate_files() -> dict[Path, str]:
         ),
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
+        DOCS / "agents.md": fill_blocks(DOCS / "agents.md", agents=agents_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),

@@ -189,9 +189,9 @@ def read_call(own: Tokenizer) -> str:
     return say(message.calls == (CALL,), f"{text!r} is read as {message}")
 
 
-def wrap(template: str, name: str) -> Tokenizer:
-    """Return the embedded model's tokenizer with a template and the control tokens that it writes."""
-    hf = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+def wrap(template: str, name: str, hf: Any = None) -> Tokenizer:
+    """Return a tokenizer, by default the embedded model's, with a template and the control tokens that it writes."""
+    hf = hf or AutoTokenizer.from_pretrained(resolve_model("tiny"))
     ends = [end for end in _ENDS if end in template] or ["<eos>"]
     if "<|return|>" in ends:  # of gpt-oss, whose messages within a turn end with <|end|>
         ends.remove("<|end|>")

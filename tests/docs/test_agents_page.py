@@ -1,4 +1,4 @@
-"""docs/agents.md: its blocks and commands run, at a small size, and do what the page says."""
+"""docs/agents.md, docs/proxy.md: their blocks and commands run, at a small size, and do what the page says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from policygrad.environments.agent_program import AgentProgram
 from policygrad.proxy.formats import FORMATS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+API = (Path(__file__).parents[2] / "docs" / "proxy.md").read_text(encoding="utf-8")
 BLOCKS: dict[str, str] = dict(re.findall(r"```python ([\w-]+)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    (policygrad .*)$", PAGE, re.MULTILINE)]
 FEWER = [
@@ -83,16 +85,32 @@ def test_a_model_alone_is_served_to_the_agent(folder: Path, forked: Forked) -> N
 
 def test_the_page_s_options_and_paths_are_those_of_the_code(folder: Path) -> None:
     Path("broken-repository").mkdir()
+    Path("repository").mkdir()
+    Path("examples").symlink_to(Path(__file__).parents[2] / "examples")
     Path("agents/bin").mkdir(parents=True)
     Path("agents/bin/python").symlink_to(sys.executable)
     namespace: dict[str, object] = {}
-    for name in ("repair", "smolagents"):
+    for name in ("repair", "smolagents", "codex"):
         exec(BLOCKS[name], namespace)
     assert isinstance(namespace["REPAIR"], AgentProgram)
     defaults = AgentProgram("true")
     for name in ("max_calls", "max_processes"):
         assert re.search(rf"^\| `{name}`.*\| {getattr(defaults, name):g} \|", PAGE, re.MULTILINE)
-    assert all(f"`{api.path}`" in PAGE for api in FORMATS)
+    assert all(f"`{api.path}`" in API for api in FORMATS)
     assert f"`concurrency` programs ({defaults.concurrency})" in PAGE
     variables = re.findall(r"^\| `([A-Z_`, ]+)` \|", PAGE, re.MULTILINE)
     assert "POLICYGRAD_RESULT" in variables[-1]
+
+
+def test_the_table_is_of_the_pinned_versions_and_each_did_its_task() -> None:
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "tests" / "agents.toml").read_text(encoding="utf-8"))["agent"]
+    found = json.loads((root / "docs" / "results" / "agents.json").read_text(encoding="utf-8"))["agents"]
+    packages = {row["name"]: [*row.get("npm", ()), *row.get("pip", ())] for row in wanted}
+    assert {row["name"]: row["packages"] for row in found} == packages
+    for row in wanted:
+        file = next(word for word in row["start"].split() if word.startswith("examples/")).partition(":")[0]
+        assert (root / file).is_file()
+        assert f"](../{file})" in PAGE
+    for row in found:
+        assert all(e["reward"] == 1 and not e["failure"] and e["equal"] == e["contexts"] for e in row["episodes"])

@@ -82,6 +82,12 @@ def tell_columns(example: dict) -> dict:
     return {"reward": 1, "answer": " ".join(sorted(example))}
 
 
+def repeat_prompt(example: dict) -> str:
+    """The text that a command finds as its prompt."""
+    ask_once()
+    return Path(os.environ["POLICYGRAD_PROMPT"]).read_text(encoding="utf-8")
+
+
 def say_nothing(example: dict) -> float:
     return 1.0
 

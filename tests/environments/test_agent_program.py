@@ -17,7 +17,7 @@ import torch
 import policygrad as pg
 from doubles import plain_agents
 from policygrad.environments.agent_episodes import run_agent_episodes
-from policygrad.environments.agent_program import AgentProgram
+from policygrad.environments.agent_program import AgentProgram, write_prompt
 from policygrad.environments.registry import code_references, resolve_environment
 from policygrad.models.chat.rendering import render_ids
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -182,6 +182,14 @@ def test_a_program_that_hangs_is_killed_and_its_wait_for_completions_does_not_co
 def test_a_program_is_given_the_columns_that_it_may_see() -> None:
     assert play("tell_columns", samples=1)[0].trajectories[0].text == "answer prompt"
     assert play("tell_columns", samples=1, columns=())[0].trajectories[0].text == "prompt"
+
+
+def test_a_program_finds_its_prompt_as_text() -> None:
+    assert play("repeat_prompt", samples=1)[0].trajectories[0].text == EXAMPLE.prompt[0]["content"]  # type: ignore[index]
+    assert (
+        write_prompt(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
+        == "Be brief.\n\nHi"
+    )
 
 
 def test_tokens_of_all_turns_are_limited_together() -> None:

@@ -51,9 +51,7 @@ def mini_swe_agent(folder: Path, **options: Any) -> AgentProgram:
     """The agent in a copy of a folder, with its settings elsewhere than in the home folder."""
     folder.mkdir()
     (folder / "hello.py").write_text("print('helo')\n")
-    # it would request a refused completion ten times, for five minutes
-    variables = {"MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1", "MSWEA_SILENT_STARTUP": "1"}
-    variables |= {"MSWEA_GLOBAL_CONFIG_DIR": str(folder.parent / "settings")}
+    variables = {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": str(folder.parent / "settings")}
     return AgentProgram(
         function=f"{EXAMPLES / 'mini_swe_agent.py'}:main",
         python=python_of("mini-swe-agent"),

@@ -19,7 +19,7 @@ from doubles.scripted_sampler import ScriptedSampler
 from policygrad.commands.served_model import ServedModel
 from policygrad.proxy.server import ANY_KEY, Proxy
 
-HOME = os.environ.get("POLICYGRAD_AGENTS", "")
+HOME = os.environ.get("POLICYGRAD_EVALUATES", "")
 """The folder of the virtual environments `inspect-ai` and `lm-eval`."""
 ENVIRONMENTS = Path(HOME).resolve()  # before a test changes the working directory
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")

@@ -34,6 +34,12 @@ SMALLEST: dict[ApiFormat, dict[str, Any]] = {
     RESPONSES: {"input": "1 + 1"},
     MESSAGES: {"messages": USER, "max_tokens": 8},
 }
+CLAUDE_CODE = {
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+"""What version 2.1 sends with every request: nothing that a policy does not do."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = ChatReply(
     (ChatChoice("x", "tool_calls", (7, 8), (-0.5, -0.25), ("<t", ">"), "", (ToolCall("f", {"a": 2}),), ("call_1",)),),
@@ -123,7 +129,9 @@ def test_a_field_that_cannot_be_followed_otherwise_is_named() -> None:
             ('include "file_search_call.results"',),
         ),
         (MESSAGES, {"thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}}, ()),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, ("thinking",)),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, ("thinking.type", "thinking.budget_tokens")),
+        (MESSAGES, CLAUDE_CODE, ()),
+        (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, ("context_management",)),
         (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, ("tool_choice.type",)),
         (COMPLETIONS, {"never_heard_of": 1}, ("never_heard_of",)),
     ]
@@ -132,7 +140,7 @@ def test_a_field_that_cannot_be_followed_otherwise_is_named() -> None:
 
 
 def test_the_page_names_every_refused_field() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "proxy.md").read_text(encoding="utf-8")
     names = {name for table in TABLES.values() for name, field in table.items() if field.use == "refused"}
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 

@@ -196,6 +196,38 @@ def test_tool_calls_are_returned_as_objects_and_go_on_as_sampled() -> None:
     assert '{"name":   "add"' in recorder.encoder.hf.decode(recorder.sampled[1][0])
 
 
+def test_ids_of_calls_are_those_of_a_run_that_is_repeated_and_differ_otherwise() -> None:
+    """smolagents writes them into the text that the policy reads next."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def play() -> list[str]:
+        recorder = Recorder(tokenizer("chatml"))
+        choices = [recorder.ask(chat(asked), call * 2, tools=(TOOL,)) for asked in ("1 + 2", "1 + 2", "2 + 1")]
+        return [number for choice in choices for number in choice.call_ids]
+
+    first = play()
+    assert first == play()
+    assert len({*first}) == len(first) == 6
+
+
+def test_a_call_that_is_repeated_with_the_defaults_filled_in_goes_on_as_sampled() -> None:
+    """As Claude Code does with `replace_all` of its editor."""
+    properties = {"a": {}, "all": {"type": "boolean", "default": False}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"properties": properties}},
+    }
+    for filled, branches in ({"all": False}, 1), ({"all": True}, 2), ({"b": False}, 2):
+        recorder = Recorder(tokenizer("chatml"))
+        written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        recorder.ask(chat("1 + 2"), written, tools=(tool,))
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, **filled}}}
+        repeated = {"role": "assistant", "content": "", "tool_calls": [call]}
+        recorder.ask([*chat("1 + 2"), repeated, {"role": "tool", "content": "3"}], "It is 3.", tools=(tool,))
+        (trajectory,) = check(recorder).trajectories
+        assert trajectory.num_branches == branches
+
+
 def test_calls_by_position_get_the_names_of_the_schema_and_broken_ones_stay_text() -> None:
     recorder = Recorder(tokenizer("chatml"))
     choice = recorder.ask(chat("x"), "<tool_call>add(1, b=2)</tool_call>", tools=(TOOL,))

@@ -1,7 +1,8 @@
 """Agents that are programs: anything that talks to OpenAI's or Anthropic's API, started once for each episode.
 
-A program needs to know nothing of policygrad. It finds the policy at `OPENAI_BASE_URL` or `ANTHROPIC_BASE_URL`, its example in the
-JSON file `POLICYGRAD_EXAMPLE`, and may write {"reward": 1.0, "answer": "…", "metrics": {…}} to `POLICYGRAD_RESULT`.
+A program needs to know nothing of policygrad. It finds the policy at `OPENAI_BASE_URL` or `ANTHROPIC_BASE_URL`, its prompt in the
+text file `POLICYGRAD_PROMPT`, the whole example in the JSON file `POLICYGRAD_EXAMPLE`, and may write {"reward": 1.0, "answer": "…",
+"metrics": {…}} to `POLICYGRAD_RESULT`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from policygrad.proxy.server import Proxy
 from policygrad.rewards.workers.messages import replace_control_characters
 from policygrad.rollout.environment import RESERVED_METRICS, STOP_METRIC_PREFIX, Capabilities, is_finite_number
 from policygrad.sandbox.backends import find_bwrap, list_interpreter_paths
-from policygrad.tasks.base import Example
+from policygrad.tasks.base import Example, Prompt
 from policygrad.utils.child_environment import check_variable_names, explain_missing_variable, filter_environment
 from policygrad.utils.filesystem import parse_json, read_untrusted
-from policygrad.utils.message_parts import to_plain
+from policygrad.utils.message_parts import content_text, to_plain
 from policygrad.utils.processes import list_descendants
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ MAX_METRICS = 64
 MAX_NAME = 100  # characters of a metric's name
 POLICY_VARIABLES = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
-    *("POLICYGRAD_MODEL", "POLICYGRAD_EXAMPLE", "POLICYGRAD_RESULT"),
+    *("POLICYGRAD_MODEL", "POLICYGRAD_PROMPT", "POLICYGRAD_EXAMPLE", "POLICYGRAD_RESULT"),
 )
 """Variables that a program is given, which nothing of the user's replaces."""
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
@@ -259,6 +260,7 @@ class AgentProgram:
             columns = {name: example.columns.get(name) for name in names}
             text = json.dumps({"prompt": to_plain(example.prompt), **columns}, default=str)
             (base / "example.json").write_text(text)
+            (base / "prompt.txt").write_text(write_prompt(example.prompt), encoding="utf-8", errors="replace")
         except BaseException:
             remove_tree(str(base))
             raise
@@ -271,6 +273,7 @@ class AgentProgram:
             **self.variables,
             **variables,
             **bypass_proxies({**inherited, **self.variables}),
+            "POLICYGRAD_PROMPT": str(base / "prompt.txt"),
             "POLICYGRAD_EXAMPLE": str(base / "example.json"),
             "POLICYGRAD_RESULT": str(base / "result.json"),
         }
@@ -296,6 +299,13 @@ def _is_below(name: str) -> bool:
 def use_function(name: str) -> AgentProgram:
     """Return the program of `--environment agent:FILE.py:NAME`."""
     return AgentProgram(function=name)
+
+
+def write_prompt(prompt: Prompt) -> str:
+    """Return a prompt as text: of messages their contents, one after another."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(content_text(message.get("content") or "") for message in prompt)
 
 
 @cache

@@ -263,7 +263,7 @@ class _Episode:
 class HarborProgram(AgentProgram):
     """Episodes of an agent's program in the files of Harbor's tasks: `--environment harbor:FOLDER,agent=COMMAND`.
 
-    The program begins in the task's folder, finds the instruction in `POLICYGRAD_EXAMPLE` as its prompt, and the policy as any
+    The program begins in the task's folder, finds the instruction in `POLICYGRAD_PROMPT`, and the policy as any
     program does. It runs in bubblewrap, with this machine's programs, without seeing the tasks' own folders.
     """
 
@@ -316,7 +316,7 @@ class _RunningTask(RunningProgram):
     def confine(self, argv: Any) -> list[str]:
         if not self._is_verifying:
             # of the episode's folder it sees what it cannot replace: its roots are mounted again for the verifier
-            own = [self.base / name for name in ("tmp", "home", "example.json")]
+            own = [self.base / name for name in ("tmp", "home", "example.json", "prompt.txt")]
             return confine(argv, self.base, list_mounts(self.base), self.task.work_folder, own, [self._folder])
         variables = {**self.task.variables, **self.task.verifier_variables}
         limits = limit_commands(self.task, CommandLimits(self.task.verifier_seconds), self.task.verifier_seconds)

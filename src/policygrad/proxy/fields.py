@@ -133,10 +133,12 @@ MESSAGE_FIELDS: Mapping[str, Field] = {
     "tool_choice.type": _counted("auto", "none"),
     "tool_choice.name": UNUSED,  # of a type that is counted
     "tool_choice.disable_parallel_tool_use": _counted(False),
-    "thinking": _counted({"type": "disabled"}),
+    "thinking.type": _counted("disabled", "adaptive"),  # the second is what a policy does: it thinks as it sees fit
+    "thinking.budget_tokens": _counted(),
+    "thinking.display": UNUSED,
     "output_config.effort": _counted("high"),
     "output_config.format": _refused(),
-    "context_management": _counted({}),
+    "context_management": _counted({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "output_format": _refused(),
     "container": _refused(),
     "mcp_servers": _refused([]),

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from policygrad.errors import ModelError
-from policygrad.models.chat.messages import EncodedText, HistoryRewrittenError, Message
+from policygrad.models.chat.messages import EncodedText, HistoryRewrittenError, Message, Tools
 from policygrad.models.chat.rendering import write_message
 from policygrad.models.chat.turns import AssistantMessage, ToolCall, number_calls
 from policygrad.models.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ class ConversationTree:
         if isinstance(prompt, str):
             ids = self.encoder.encode(prompt, 1, self.source).ids
             return OpenTurn(ids, self._place(ids), request, prompt, prompt)
-        messages = self._restore_replies(prompt)
+        messages = self._restore_replies(prompt, request.tools)
         replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if replies:
             return self._rewrite(messages, len(messages) - 1 - replies[-1], request, _canonical(prompt))
@@ -177,6 +177,9 @@ class ConversationTree:
         is_read = not isinstance(request.prompt, str) and len(calls) == len(message.calls)
         content = message.content.strip() if is_read and (calls or message.reasoning) else text
         ids = generation.tokens.tolist()
+        # not random, since some agents show the policy a call's id: a run that is repeated reads the same
+        digest = sha256(torch.cat([turn.context_ids, generation.tokens]).numpy().tobytes()).hexdigest()[:16]
+        call_ids = tuple(f"call_{digest}{self.num_turns:04d}{number:04d}" for number in range(len(calls)))
         choice = ChatChoice(
             text,
             "tool_calls" if calls else generation.finish_reason,
@@ -185,7 +188,7 @@ class ConversationTree:
             tuple(encoder.hf.decode([token]) for token in ids) if request.has_logprobs else (),
             content,
             calls,
-            tuple(f"call_{uuid4().hex[:24]}" for _ in calls),
+            call_ids,
             stopped_by,
             reasoning=message.reasoning.strip() if is_read else "",
         )
@@ -211,7 +214,7 @@ class ConversationTree:
             return
         else:
             reply = {"role": "assistant", "content": choice.content, "calls": choice.calls}
-            keys = (*map(_message_key, turn.request.prompt), _message_key(reply))  # type: ignore[arg-type]
+            keys = _message_keys((*turn.request.prompt, reply), turn.request.tools)
         tools, written = _canonical(turn.request.tools), {"role": "assistant", "content": choice.text}
         own_ids: dict[str, str] = {}
         if choice.calls and message.is_complete and not isinstance(turn.messages, str):
@@ -302,7 +305,7 @@ class ConversationTree:
                 r for r in self._replies if isinstance(r.keys, str) and prompt.startswith(r.keys) and prompt != r.keys
             ]
         else:
-            keys = tuple(map(_message_key, prompt))  # type: ignore[arg-type]
+            keys = _message_keys(prompt, request.tools)  # type: ignore[arg-type]
             candidates = [
                 r
                 for r in self._replies
@@ -310,12 +313,12 @@ class ConversationTree:
             ]
         return max(candidates, key=lambda reply: len(reply.keys), default=None)
 
-    def _restore_replies(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+    def _restore_replies(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
         """Return a program's messages with the replies that it repeats as the policy wrote them."""
         replies = {r.keys[-1]: r for r in self._replies if not isinstance(r.keys, str)}
         restored, own_ids = list[Message](), dict[str, str]()
-        for message in messages:
-            reply = replies.get(_message_key(message)) if message["role"] == "assistant" else None
+        for message, key in zip(messages, _message_keys(messages, tools), strict=True):
+            reply = replies.get(key) if message["role"] == "assistant" else None
             if reply is not None:
                 own_ids |= {
                     call["id"]: own
@@ -370,12 +373,32 @@ def _text_before_stop(encoder: Tokenizer, generation: Generation, stop: Sequence
     return text[:place], word, before
 
 
-def _message_key(message: Message) -> Hashable:
-    """Return what makes a message the same as another: role, text up to white space around it, and calls."""
-    calls = [(call.name, _canonical(dict(call.arguments))) for call in message.get("calls", ())]
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    calls += [(function["name"], _canonical(function["arguments"])) for function in functions]
-    return message["role"], str(message.get("content") or "").strip(), tuple(calls)
+def _message_keys(messages: Sequence[Message], tools: Tools) -> tuple[Hashable, ...]:
+    """Return what makes each message the same as another: role, text up to white space around it, and calls.
+
+    An argument that has its schema's default is left out, since some programs repeat a call with the defaults filled in.
+    """
+    defaults = {tool["function"]["name"]: _list_defaults(tool["function"].get("parameters")) for tool in tools}
+
+    def key(name: str, arguments: Mapping[str, Any]) -> Hashable:
+        known = defaults.get(name, {})
+        return name, _canonical({n: v for n, v in arguments.items() if n not in known or known[n] != _canonical(v)})
+
+    keys = list[Hashable]()
+    for message in messages:
+        calls = [key(call.name, call.arguments) for call in message.get("calls", ())]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls += [key(function["name"], function["arguments"]) for function in functions]
+        keys.append((message["role"], str(message.get("content") or "").strip(), tuple(calls)))
+    return tuple(keys)
+
+
+def _list_defaults(schema: Any) -> dict[str, str]:
+    """Return the defaults of a function's arguments, as JSON."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {n: _canonical(p["default"]) for n, p in properties.items() if isinstance(p, Mapping) and "default" in p}
 
 
 def _canonical(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,12 @@ def render(
 
     if has_calls:
         conversation = [_write_calls(message, tokenizer, apply, source) for message in conversation]
+    if any(message.get("role") == "system" for message in messages[1:]):
+        from policygrad.models.chat.system_messages import place_system_messages
+
+        key = get_chat_template(tokenizer.hf), repr(tokenizer.template_options)
+        show = partial(apply, generation_prompt=True, **tokenizer.template_options)
+        conversation = place_system_messages(conversation, show, key)
     try:
         return apply(conversation, generation_prompt, **options)
     except TemplateOverrunError as error:
