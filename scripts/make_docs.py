@@ -35,6 +35,7 @@ from pages.blocks import (
     options_block,
     real_model_block,
     real_model_picture,
+    repair_block,
     serve_block,
     supervised_options_block,
     templates_block,
@@ -100,6 +101,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
+        DOCS / "repair.md": fill_blocks(DOCS / "repair.md", repair=repair_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
         DOCS / "memory.md": fill_blocks(

@@ -2,8 +2,8 @@
 
     python scripts/measure_repair.py [--seeds 0 1 2] [--folder comparisons/repair] [--agents FOLDER]
 
-Writes docs/results/repair.json, of which `make docs` makes the commands and the table of docs/repair.md. What is finished is not run
-again. --agents names a virtual environment with mini-swe-agent, and spares the installation.
+Writes docs/results/repair.json, of which `make docs` makes the commands and the table of docs/repair.md. What is finished is not
+run again. --agents names a virtual environment with mini-swe-agent, and spares the installation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def run(command: str, folder: Path) -> tuple[int, float]:
     program = {"policygrad": [sys.executable, "-m", "policygrad"], "python": [sys.executable]}.get(words[0], words[:1])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"$ {command}", flush=True)
-    code = subprocess.run([*program, *words[1:]], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}).returncode
+    code = subprocess.run(
+        [*program, *words[1:]], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ).returncode
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return code, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -82,7 +84,10 @@ def read_run(folder: Path, seed: int) -> dict[str, Any]:
     steps = [row for row in rows if "environment/calls" in row]
     kept = ("reward", "environment/calls", "environment/submitted", "environment/ended_failed")
     findings = json.loads((output / "verify.json").read_text())["findings"]
-    counts = {status: sum(finding["status"] == status for finding in findings) for status in ("holds", "differs", "not checked")}
+    counts = {
+        status: sum(finding["status"] == status for finding in findings)
+        for status in ("holds", "differs", "not checked")
+    }
     return {
         "before": measured[0],
         "after": measured[-1],
@@ -109,7 +114,8 @@ def main() -> None:
         "commands": [*INSTALL, *PREPARE, TRAIN.format(seed=0), VERIFY.format(seed=0)],
         "prepare_seconds": json.loads((args.folder / "prepared.json").read_text()),
         "seeds": {str(seed): read_run(args.folder, seed) for seed in args.seeds},
-        "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")} | {"mini-swe-agent": "2.4.6"},
+        "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")}
+        | {"mini-swe-agent": "2.4.6"},
     }
     RESULTS.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

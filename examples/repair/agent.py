@@ -5,6 +5,7 @@
 Replies are commands as they are, without a block of code around them, and what a command prints is all that the model reads of it.
 """
 
+import contextlib
 import gc
 from pathlib import Path
 
@@ -15,10 +16,8 @@ from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
 # What LiteLLM imports with its first request it would import in every episode anew, which are forks of this process.
 litellm.suppress_debug_info = True
-try:
+with contextlib.suppress(litellm.InternalServerError):  # nobody listens there
     litellm.completion("openai/nobody", [{"role": "user", "content": ""}], api_base="http://127.0.0.1:9", max_retries=0)
-except litellm.InternalServerError:
-    pass  # nobody listens there
 gc.freeze()
 
 
@@ -31,8 +30,7 @@ def main(example):
         action_regex=r"\A(.+)\Z",
         observation_template="{{output.output.strip() or 'done'}}",
     )
-    agent = DefaultAgent(
-        model, LocalEnvironment(timeout=5), system_template="bash", instance_template="{{task}}", step_limit=8, cost_limit=0
-    )
+    templates = {"system_template": "bash", "instance_template": "{{task}}"}
+    agent = DefaultAgent(model, LocalEnvironment(timeout=5), **templates, step_limit=8, cost_limit=0)
     ended = agent.run(example["prompt"])["exit_status"]
     return {"metrics": {"steps": agent.n_calls, "submitted": float(ended == "Submitted")}}

@@ -23,8 +23,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for which a word, with the space before it, is one token, and so are a sign, a digit, and the fixed parts of
-    the agent's commands. Any other text is spelled in bytes.
+    """Return a tokenizer for which a word, with the space before it, is one token, and so are a sign, a digit, and the fixed parts
+    of the agent's commands. Any other text is spelled in bytes.
     """
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"sed -i '|c\\ {4}|\./[a-z]+|\.py| {2,}| ?[A-Za-z]+| ?[^ ]|\s")

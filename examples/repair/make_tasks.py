@@ -4,13 +4,13 @@
 
 FOLDER (`repair-tasks`) gets
 
-repository/           eighty small functions, each in a file of its own, all of them right; `./check` runs their tests, `./submit` ends
+repository/           eighty small functions, all right, each in a file of its own; `./check` runs their tests, `./submit` ends
 train.jsonl           forty bugs: the file, its text with one faulty line, and as the prompt that text and the test that fails
 held-out.jsonl        forty bugs in the other forty functions
 demonstrations.jsonl  repairs of further functions as the agent makes them, of which about one in four succeeds
 
-The same FOLDER comes of every run. A bug is a wrong operator, a wrong number, a wrong name, exchanged operands, a wrong function or a
-missing return. The comment below a function's name says what it should do.
+Every run writes the same. A bug is a wrong operator, number, name or function, exchanged operands, or a missing return. The comment
+below a function's name says what it should do.
 """
 
 import json
@@ -24,16 +24,18 @@ from typing import Any
 
 TASKS, DEMONSTRATIONS = 40, 9000
 """Bugs of each of the two sets; conversations."""
-NAMES = (
-    "toll fare rent wage bill loan cash fund fee fine bond sale deal offer quote price crop bean seed farm barn mill herd flock "
-    "ship boat sail port dock pier crew cargo cask keg jar bowl plate spoon fork knife oven stove shelf rack hook nail screw bolt "
-    "gear belt chain wheel axle brake pedal lever knob dial gauge meter scale ruler chart graph map route road lane track trail "
-    "bridge gate fence wall roof floor stair door room hall attic lawn pond creek river lake shore dune cliff hill ridge slope field"
-).split()
+NAMES = """
+toll fare rent wage bill loan cash fund fee fine bond sale deal offer quote price crop bean seed farm barn mill herd flock ship
+boat sail port dock pier crew cargo cask keg jar bowl plate spoon fork knife oven stove shelf rack hook nail screw bolt gear belt
+chain wheel axle brake pedal lever knob dial gauge meter scale ruler chart graph map route road lane track trail bridge gate fence
+wall roof floor stair door room hall attic lawn pond creek river lake shore dune cliff hill ridge slope field
+"""
 """Of functions."""
-NUMBERS = "cost size rate paid left width depth count goal level speed load".split()
-TEXTS = "word text title label prefix suffix street city".split()
-LISTS = "items values parts marks names cards coins days steps prices".split()
+PARAMETERS = {
+    "numbers": "cost size rate paid left width depth count goal level speed load",
+    "texts": "word text title label prefix suffix street city",
+    "lists": "items values parts marks names cards coins days steps prices",
+}
 CALLS = 4  # of each function in its tests
 
 
@@ -90,51 +92,65 @@ ENDS = {"larger": "max", "smaller": "min"}
 PLACES = {"first": "0", "second": "1", "last": "-1"}
 
 
+def draw_names(kind: str, count: int, draw: Random) -> list[str]:
+    """Return names of parameters."""
+    return draw.sample(PARAMETERS[kind].split(), count)
+
+
 def combine_two(draw: Random) -> Form:
-    (a, b), (word, sign) = draw.sample(NUMBERS, 2), draw.choice(list(SIGNS.items()))
+    (a, b), (word, sign) = draw_names("numbers", 2, draw), draw.choice(list(SIGNS.items()))
     return [a, b], f"{a} {word} {b}", [f"return {a} {sign} {b}"], lambda: (draw.randrange(2, 10), draw.randrange(2, 10))
 
 
 def combine_with_number(draw: Random) -> Form:
-    (a, b), (word, sign), k = draw.sample(NUMBERS, 2), draw.choice(list(SIGNS.items())), draw.randrange(2, 10)
+    (a, b), (word, sign), k = draw_names("numbers", 2, draw), draw.choice(list(SIGNS.items())), draw.randrange(2, 10)
     body = [f"return {a} {sign} {k}"]
     return [a, b], f"{a} {word} {k}", body, lambda: (draw.randrange(2, 10), draw.randrange(2, 10))
 
 
 def combine_in_two_lines(draw: Random) -> Form:
-    (a, b), (word, sign), k = draw.sample(NUMBERS, 2), draw.choice(list(SIGNS.items())), draw.randrange(2, 10)
+    (a, b), (word, sign), k = draw_names("numbers", 2, draw), draw.choice(list(SIGNS.items())), draw.randrange(2, 10)
     body = [f"total = {a} * {k}", f"return total {sign} {b}"]
     return [a, b], f"{a} times {k}, {word} {b}", body, lambda: (draw.randrange(2, 10), draw.randrange(2, 10))
 
 
 def compare(draw: Random) -> Form:
-    (a, b), (word, sign) = draw.sample(NUMBERS, 2), draw.choice(list(COMPARISONS.items()))
+    (a, b), (word, sign) = draw_names("numbers", 2, draw), draw.choice(list(COMPARISONS.items()))
     pairs = iter([(3, 3), (2, 5), (6, 4), (7, 8)])
     return [a, b], f"is {a} {word} {b}", [f"return {a} {sign} {b}"], lambda: next(pairs)
 
 
 def choose_end(draw: Random) -> Form:
-    (a, b), (word, function) = draw.sample(NUMBERS, 2), draw.choice(list(ENDS.items()))
+    (a, b), (word, function) = draw_names("numbers", 2, draw), draw.choice(list(ENDS.items()))
     body = [f"return {function}({a}, {b})"]
     return [a, b], f"the {word} of {a} and {b}", body, lambda: tuple(draw.sample(range(10), 2))
 
 
 def take_item(draw: Random) -> Form:
-    a, (word, place) = draw.choice(LISTS), draw.choice(list(PLACES.items()))
+    (a,), (word, place) = draw_names("lists", 1, draw), draw.choice(list(PLACES.items()))
     return [a], f"the {word} of {a}", [f"return {a}[{place}]"], lambda: (draw.sample(range(10), 3),)
 
 
 def list_numbers(draw: Random) -> Form:
-    a, k = draw.choice(NUMBERS), draw.randrange(2, 10)
+    (a,), k = draw_names("numbers", 1, draw), draw.randrange(2, 10)
     return [a], f"numbers from {k} up to {a}", [f"return list(range({k}, {a} + 1))"], lambda: (k + draw.randrange(4),)
 
 
 def join_texts(draw: Random) -> Form:
-    a, b = draw.sample(TEXTS, 2)
+    a, b = draw_names("texts", 2, draw)
     return [a, b], f"{a} before {b}", [f"return {a} + {b}"], lambda: tuple(draw.sample("abcdefgh", 2))
 
 
-FORMS = (combine_two, combine_with_number, combine_in_two_lines, compare, choose_end, take_item, list_numbers, join_texts)
+FORMS = (
+    combine_two,
+    combine_with_number,
+    combine_in_two_lines,
+    compare,
+    choose_end,
+    take_item,
+    list_numbers,
+    join_texts,
+)
 
 
 # --- Faults -----------------------------------------------------------------
@@ -149,7 +165,9 @@ def find_faults(function: Function) -> list[Fault]:
         if number > 1
         for kind, text in change_line(line, parameters)
     ]
-    return sorted({fault.text: fault for fault in faults if fault.text != function.lines[fault.line]}.values(), key=repr)
+    return sorted(
+        {fault.text: fault for fault in faults if fault.text != function.lines[fault.line]}.values(), key=repr
+    )
 
 
 def change_line(line: str, parameters: list[str]) -> Iterator[tuple[str, str]]:
@@ -214,9 +232,9 @@ def describe(right: Function, faulty: Function) -> str:
 # --- Demonstrations ---------------------------------------------------------
 
 
-CHECK, SUBMIT, DONE, PASSED = "./check", "./submit", "done", "all tests pass"
+SYSTEM, CHECK, SUBMIT, DONE, PASSED = "bash", "./check", "./submit", "done", "all tests pass"
 RIGHT, CHECKS, GOES_ON, ATTEMPTS = 0.3, 0.4, 0.5, 3
-"""Shares of the demonstrator's attempts that are right, that it checks, and of failures after which it tries again; at most so often."""
+"""Shares of attempts that are right, of those that are checked, and of failures after which it goes on; attempts at most."""
 
 
 def write_repair(fault_line: int, text: str, file: str) -> str:
@@ -226,7 +244,7 @@ def write_repair(fault_line: int, text: str, file: str) -> str:
 
 def demonstrate(right: Function, fault: Fault, faulty: Function, draw: Random) -> list[dict[str, str]]:
     """Return the conversation of somebody who repairs a function without much care."""
-    messages = [{"role": "user", "content": describe(right, faulty)}]
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": describe(right, faulty)}]
 
     def say(command: str, answer: str = "") -> None:
         messages.append({"role": "assistant", "content": command})
@@ -288,7 +306,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 def main(folder: Path) -> None:
     """Write everything."""
     draw, known, bugs = Random(0), set[str](), []
-    for name in draw.sample(NAMES, 2 * TASKS):
+    for name in draw.sample(NAMES.split(), 2 * TASKS):
         bugs += make_bugs([name], known, draw)
         known.add(bugs[-1][0].body)
     write_repository(folder / "repository", [right for right, _, _ in bugs])
@@ -298,7 +316,7 @@ def main(folder: Path) -> None:
     ]
     write_rows(folder / "train.jsonl", rows[:TASKS])
     write_rows(folder / "held-out.jsonl", rows[TASKS:])
-    shown = make_bugs(draw.choices(NAMES, k=DEMONSTRATIONS), known, draw)
+    shown = make_bugs(draw.choices(NAMES.split(), k=DEMONSTRATIONS), known, draw)
     write_rows(folder / "demonstrations.jsonl", [{"messages": demonstrate(*bug, draw)} for bug in shown])
 
 

@@ -1,7 +1,6 @@
 """The tests of the repository: print the first that fails, or that all pass. Exit code 0 if all pass.
 
-What the functions give is found in a process of their own, which is told nothing of what they should give: one that ends early has
-failed.
+What the functions give is found in a process of their own, which is not told what they should give: one that ends early has failed.
 """
 
 import json
@@ -9,19 +8,39 @@ import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 
-
-def run(cases, pipe):
-    """Write a line for each call of each function: what it gives, or the exception's name."""
-    for name, calls in cases.items():
-        names = {}
+def find_failure(repository):
+    """Return the first test that fails, as text; "" if all pass."""
+    cases = json.loads((repository / "tests" / "cases.json").read_text())
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.close(reader)
         try:
-            exec(compile((HERE.parent / f"{name}.py").read_text(), name, "exec"), names)
-            error = ""
+            run(repository, {name: [arguments for arguments, _ in calls] for name, calls in cases.items()}, writer)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        lines = iter(file.readlines())
+    os.wait()
+    for name, calls in cases.items():
+        for arguments, expected in calls:
+            line = next(lines, "")
+            given = json.loads(line) if line.endswith("\n") else "nothing"
+            if given != expected:
+                return f"{name}({', '.join(map(repr, arguments))}) gives {given}, not {expected}"
+    return ""
+
+
+def run(repository, calls, pipe):
+    """Write a line for each call of each function: what it gives, or the exception's name."""
+    for name, each in calls.items():
+        names, error = {}, ""
+        try:
+            exec(compile((repository / f"{name}.py").read_text(), name, "exec"), names)
         except Exception as exception:
             error = type(exception).__name__
-        for arguments, _ in calls:
+        for arguments in each:
             try:
                 given = error or repr(names[name](*arguments))
             except Exception as exception:
@@ -29,24 +48,7 @@ def run(cases, pipe):
             os.write(pipe, f"{json.dumps(given)}\n".encode())
 
 
-def main():
-    cases = json.loads((HERE / "cases.json").read_text())
-    reader, writer = os.pipe()
-    if not os.fork():
-        os.close(reader)
-        run({name: [(arguments, None) for arguments, _ in calls] for name, calls in cases.items()}, writer)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        lines = iter(file.readlines())
-    for name, calls in cases.items():
-        for arguments, expected in calls:
-            line = next(lines, "")
-            given = json.loads(line) if line.endswith("\n") else "nothing"
-            if given != expected:
-                print(f"{name}({', '.join(map(repr, arguments))}) gives {given}, not {expected}")
-                sys.exit(1)
-    print("all tests pass")
-
-
-main()
+if __name__ == "__main__":
+    failure = find_failure(Path(__file__).resolve().parents[1])
+    print(failure or "all tests pass")
+    sys.exit(bool(failure))

@@ -254,6 +254,36 @@ def _ends(ends: Mapping[str, list[float]]) -> str:
     return ", ".join(f"{name.rpartition('/')[2].replace('_', ' ')} {a:.2f} → {b:.2f}" for name, (a, b) in ends.items())
 
 
+REPAIR_HEAD = ("seed", "repaired before", "after", "calls per episode", "CPU minutes", "`policygrad verify`")
+
+
+def repair_block(report: Mapping[str, Any] | None = None) -> str:
+    """Write the commands and the table of docs/repair.md, from the committed results unless others are given."""
+    report = load("repair") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/measure_repair.py`, then `make docs`."
+    body = []
+    for seed, run in report["seeds"].items():
+        (first, *_, last), verify = run["steps"], run["verify"]
+        calls = " → ".join(f"{step['environment/calls']:.1f}" for step in (first, last))
+        minutes = f"{run['seconds'] / 60:.1f}"
+        found = f"{verify['holds']} hold, {verify['differs']} differ, {verify['not checked']} not checked"
+        body.append((seed, _interval(*run["before"]), _interval(*run["after"]), calls, minutes, found))
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    lines = [_continue(command) for command in report["commands"]]
+    return "\n\n".join((block("\n".join(lines), "sh"), f"{versions}:", table(REPAIR_HEAD, body)))
+
+
+def _interval(mean: float, error: float) -> str:
+    """Write a rate with its interval of 95 %."""
+    return f"{mean:.2f} ± {1.96 * error:.2f}"
+
+
+def _continue(command: str, width: int = 116) -> str:
+    """Write a command on lines of a width, in the shell's way."""
+    return " \\\n    ".join(textwrap.wrap(command, width, break_long_words=False, break_on_hyphens=False))
+
+
 ENGINES_HEAD = (
     "sampled by",
     "held-out accuracy after",

@@ -51,18 +51,36 @@ def below_name(text: str) -> str:
     return text.partition("\n")[2]
 
 
+LOOK = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from run import find_failure
+for row in json.load(sys.stdin):
+    file = Path(row["file"])
+    right = file.read_text()
+    file.write_text(row["text"])
+    print(find_failure(Path(".").resolve()))
+    file.write_text(right)
+"""
+"""Puts bugs in, one after the other, and prints what fails: in one small process, whose forks are cheap."""
+
+
 def test_each_bug_fails_the_tests_and_its_repair_passes_them(folder: Path, tmp_path: Path) -> None:
     repository = shutil.copytree(folder / "repository", tmp_path / "repository")
     assert run_tests(repository) == (0, "all tests pass")
-    for row in rows(folder / "train.jsonl") + rows(folder / "held-out.jsonl"):
-        file, lines = repository / row["file"], row["prompt"].splitlines()
-        right = file.read_text()
-        file.write_text(row["text"])
-        assert run_tests(repository) == (1, lines[-1])
+    bugs = rows(folder / "train.jsonl") + rows(folder / "held-out.jsonl")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", LOOK], cwd=repository, input=json.dumps(bugs), capture_output=True, text=True
+    )
+    for row, failure in zip(bugs, done.stdout.splitlines(), strict=True):
+        lines, right = row["prompt"].splitlines(), (repository / row["file"]).read_text()
+        assert failure == lines[-1] != ""
         assert [line.partition(" ")[2] for line in lines[:-1]] == row["text"].splitlines()
         assert sum(a != b for a, b in zip(right.splitlines(), row["text"].splitlines(), strict=True)) == 1
-        file.write_text(right)
-    assert run_tests(repository) == (0, "all tests pass")
+    assert run_tests(repository) == (0, "all tests pass")  # each was repaired
+    (repository / row["file"]).write_text(row["text"])
+    assert run_tests(repository) == (1, failure)
 
 
 def test_sets_have_forty_bugs_each_in_functions_that_no_other_set_and_no_demonstration_has(folder: Path) -> None:
@@ -73,7 +91,7 @@ def test_sets_have_forty_bugs_each_in_functions_that_no_other_set_and_no_demonst
     kinds = [{row["kind"] for row in rows(folder / f"{name}.jsonl")} for name in ("train", "held-out")]
     assert kinds[0] == kinds[1] == {"operator", "number", "name", "order", "function", "missing return"}
     comments = {text.partition("\n")[0].strip() for text in right.values()}
-    shown = {re.search(r"# .*", row["messages"][0]["content"])[0] for row in rows(folder / "demonstrations.jsonl")}
+    shown = {re.search(r"# .*", row["messages"][1]["content"])[0] for row in rows(folder / "demonstrations.jsonl")}
     assert shown
     assert not shown & comments
 
@@ -95,9 +113,9 @@ def test_a_demonstrated_command_does_what_it_says_and_a_quarter_of_demonstration
     names, ended_right = {path.name for path in repository.iterdir()}, 0
     demonstrations = [row["messages"] for row in rows(folder / "demonstrations.jsonl")]
     for messages in demonstrations[:12]:
-        *lines, _ = messages[0]["content"].splitlines()
+        *lines, _ = messages[1]["content"].splitlines()
         assert messages[-1]["content"] == "./submit"
-        for command, answer in zip(messages[1::2], messages[2::2], strict=False):
+        for command, answer in zip(messages[2::2], messages[3::2], strict=False):
             if command["content"].startswith("sed"):
                 file = command["content"].rpartition(" ")[2]
                 (repository / file).write_text("".join(f"{line.partition(' ')[2]}\n" for line in lines))
