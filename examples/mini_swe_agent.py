@@ -1,5 +1,6 @@
 """mini-swe-agent as it is, for `pg.AgentProgram(function="mini_swe_agent.py:main", python="…", folder="repository")`."""
 
+import minisweagent.models.litellm_model  # noqa: F401 - otherwise imported late, and so in every episode: 3 s each
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models import get_model

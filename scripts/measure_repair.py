@@ -31,7 +31,7 @@ PREPARE = (
 )
 TRAIN = (
     "policygrad train grpo --model shown/model --task repair-tasks/train.jsonl --eval-data repair-tasks/held-out.jsonl"
-    " --environment repair.py:REPAIR --max-tokens 80 --steps 16 --prompts-per-step 8 --samples-per-prompt 8 --lr 1e-3"
+    " --environment repair.py:REPAIR --max-tokens 96 --steps 16 --prompts-per-step 8 --samples-per-prompt 8 --lr 1e-3"
     " --evaluation.samples-per-prompt 4 --seed {seed} --output repaired-{seed}"
 )
 VERIFY = "policygrad verify repaired-{seed}"
@@ -100,7 +100,7 @@ def read_run(folder: Path, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only what all runs begin with")
     parser.add_argument("--folder", type=Path, default=ROOT / "comparisons" / "repair")
     parser.add_argument("--agents", type=Path, help="a virtual environment with mini-swe-agent")
     args = parser.parse_args()
@@ -110,6 +110,8 @@ def main() -> None:
     for seed in args.seeds:
         if not (args.folder / f"repaired-{seed}.json").exists():
             measure(args.folder, seed)
+    if not args.seeds:
+        return
     report = {
         "commands": [*INSTALL, *PREPARE, TRAIN.format(seed=0), VERIFY.format(seed=0)],
         "prepare_seconds": json.loads((args.folder / "prepared.json").read_text()),

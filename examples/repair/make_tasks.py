@@ -7,7 +7,7 @@ FOLDER (`repair-tasks`) gets
 repository/           eighty small functions, all right, each in a file of its own; `./check` runs their tests, `./submit` ends
 train.jsonl           forty bugs: the file, its text with one faulty line, and as the prompt that text and the test that fails
 held-out.jsonl        forty bugs in the other forty functions
-demonstrations.jsonl  repairs of further functions as the agent makes them, of which about one in four succeeds
+demonstrations.jsonl  repairs of further functions as the agent makes them, of which about one in three succeeds
 
 Every run writes the same. A bug is a wrong operator, number, name or function, exchanged operands, or a missing return. The comment
 below a function's name says what it should do.
@@ -233,7 +233,7 @@ def describe(right: Function, faulty: Function) -> str:
 
 
 SYSTEM, CHECK, SUBMIT, DONE, PASSED = "bash", "./check", "./submit", "done", "all tests pass"
-RIGHT, CHECKS, GOES_ON, ATTEMPTS = 0.3, 0.4, 0.5, 3
+RIGHT, CHECKS, GOES_ON, ATTEMPTS = 0.2, 0.4, 0.5, 3
 """Shares of attempts that are right, of those that are checked, and of failures after which it goes on; attempts at most."""
 
 
