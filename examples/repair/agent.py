@@ -31,6 +31,6 @@ def main(example):
         observation_template="{{output.output.strip() or 'done'}}",
     )
     templates = {"system_template": "bash", "instance_template": "{{task}}"}
-    agent = DefaultAgent(model, LocalEnvironment(timeout=5), **templates, step_limit=8, cost_limit=0)
+    agent = DefaultAgent(model, LocalEnvironment(), **templates, step_limit=8, cost_limit=0)
     ended = agent.run(example["prompt"])["exit_status"]
     return {"metrics": {"steps": agent.n_calls, "submitted": float(ended == "Submitted")}}

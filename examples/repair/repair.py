@@ -18,6 +18,5 @@ REPAIR = pg.AgentProgram(
         "MSWEA_SILENT_STARTUP": "1",
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # a refused completion stays refused
     },
-    max_seconds=60,
     max_calls=8,
 )
