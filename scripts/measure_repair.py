@@ -34,6 +34,8 @@ TRAIN = (
     " --environment repair.py:REPAIR --max-tokens 96 --steps 16 --prompts-per-step 8 --samples-per-prompt 8 --lr 1e-3"
     " --evaluation.samples-per-prompt 4 --seed {seed} --output repaired-{seed}"
 )
+HELD_OUT = 40 * 4
+"""Episodes of an evaluation."""
 VERIFY = "policygrad verify repaired-{seed}"
 
 
@@ -44,7 +46,7 @@ def run(command: str, folder: Path) -> tuple[int, float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"$ {command}", flush=True)
     code = subprocess.run(
-        [*program, *words[1:]], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        [*program, *words[1:]], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     ).returncode
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return code, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
@@ -84,6 +86,7 @@ def read_run(folder: Path, seed: int) -> dict[str, Any]:
     steps = [row for row in rows if "environment/calls" in row]
     kept = ("reward", "environment/calls", "environment/submitted", "environment/ended_failed")
     findings = json.loads((output / "verify.json").read_text())["findings"]
+    lines = (output / "completions.jsonl").read_text().splitlines()
     counts = {
         status: sum(finding["status"] == status for finding in findings)
         for status in ("holds", "differs", "not checked")
@@ -95,6 +98,7 @@ def read_run(folder: Path, seed: int) -> dict[str, Any]:
         "verify": {"code": values["verify_code"], "seconds": values["verify_seconds"], **counts},
         "verified_steps": sorted({finding["step"] for finding in findings if finding.get("step")}),
         "seconds": values["seconds"],
+        "episodes": len(lines) + len(measured) * HELD_OUT,
     }
 
 
