@@ -24,6 +24,7 @@ NAV = {
         "trust",
         "environments",
         "agents",
+        "repair",
         "images",
         "rlhf",
         "distillation",

@@ -3,6 +3,8 @@
 import os
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # LiteLLM would download prices
+
+import minisweagent.models.litellm_model  # noqa: F401 - otherwise imported late, and so in every episode: 3 s each
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models import get_model

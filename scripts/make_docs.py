@@ -36,6 +36,7 @@ from pages.blocks import (
     options_block,
     real_model_block,
     real_model_picture,
+    repair_block,
     serve_block,
     supervised_options_block,
     templates_block,
@@ -102,6 +103,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "agents.md": fill_blocks(DOCS / "agents.md", agents=agents_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
+        DOCS / "repair.md": fill_blocks(DOCS / "repair.md", repair=repair_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
         DOCS / "memory.md": fill_blocks(

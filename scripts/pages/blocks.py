@@ -254,6 +254,49 @@ def _ends(ends: Mapping[str, list[float]]) -> str:
     return ", ".join(f"{name.rpartition('/')[2].replace('_', ' ')} {a:.2f} → {b:.2f}" for name, (a, b) in ends.items())
 
 
+REPAIR_HEAD = ("seed", "repaired before", "after", "calls per episode", "CPU minutes", "`policygrad verify`")
+
+
+def repair_block(report: Mapping[str, Any] | None = None) -> str:
+    """Write the commands and the table of docs/repair.md, from the committed results unless others are given."""
+    report = load("repair") if report is None else report
+    if not report:
+        return "Not run yet: run `python scripts/measure_repair.py`, then `make docs`."
+    body = []
+    for seed, run in report["seeds"].items():
+        (first, *_, last), verify = run["steps"], run["verify"]
+        calls = " → ".join(f"{step['environment/calls']:.1f}" for step in (first, last))
+        minutes = f"{run['seconds'] / 60:.1f}"
+        found = f"{verify['holds']} hold, {verify['differs']} differ, {verify['not checked']} not checked"
+        body.append((seed, _interval(*run["before"]), _interval(*run["after"]), calls, minutes, found))
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    runs, prepared = list(report["seeds"].values()), sum(report["prepare_seconds"].values())
+    per_episode = sum(run["seconds"] for run in runs) / sum(run["episodes"] for run in runs)
+    repeated = sorted({tuple(run["verified_steps"]) for run in runs})
+    text = (
+        "Before and after are the shares of the held-out bugs that were repaired, four episodes each, with intervals of 95 % over "
+        f"bugs. What comes before the training took {prepared / 60:.1f} CPU minutes, once; a run takes {per_episode:.2f} CPU seconds "
+        f"per episode ({versions})."
+    )
+    steps = " or ".join(" and ".join(map(str, each)) for each in repeated)
+    checked = (
+        f"`verify` repeats steps {steps} of {len(runs[0]['steps'])}, agents and tests included, and compares the files of all "
+        "steps."
+    )
+    commands = "\n".join(_continue(command) for command in report["commands"])
+    return "\n\n".join((block(commands, "sh"), text, table(REPAIR_HEAD, body), checked))
+
+
+def _interval(mean: float, error: float) -> str:
+    """Write a rate with its interval of 95 %."""
+    return f"{mean:.2f} ± {1.96 * error:.2f}"
+
+
+def _continue(command: str, width: int = 116) -> str:
+    """Write a command on lines of a width, in the shell's way."""
+    return " \\\n    ".join(textwrap.wrap(command, width, break_long_words=False, break_on_hyphens=False))
+
+
 ENGINES_HEAD = (
     "sampled by",
     "held-out accuracy after",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import measure_repair
 import pytest
 import torch
 
@@ -206,3 +211,32 @@ def test_mini_swe_agent_ends_by_its_limits_and_by_those_of_the_run(
         assert trajectory.reward == 0.0
         assert 1 <= trajectory.metrics["calls"] <= 3
     check_logp(group)
+
+
+def test_mini_swe_agent_is_trained_on_bugs_of_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The commands that docs/repair.md measures, at a small size: demonstrations, a step, and its verification."""
+    monkeypatch.chdir(tmp_path)
+    for path in (EXAMPLES / "repair").glob("*.py"):
+        shutil.copy(path, tmp_path)
+    Path("agents").symlink_to(FOLDER / "mini-swe-agent")
+    *_, write_tasks, make_model, teach = measure_repair.PREPARE
+    for command in (write_tasks, make_model):
+        subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True)
+    data = Path("repair-tasks/demonstrations.jsonl")
+    data.write_text("\n".join(data.read_text().splitlines()[:640]))
+    train, verify = (text.format(seed=0) for text in (measure_repair.TRAIN, measure_repair.VERIFY))
+    short = ("--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--evaluation.problems", "2")
+    for command, options in ((teach, ("--epochs", "1")), (train, (*short, "--evaluation.samples-per-prompt", "1"))):
+        code, _, err = run_command(*shlex.split(command)[1:], *options)
+        assert code == 0, err
+    before, step, after = rows(Path("repaired-0/metrics.jsonl"))
+    assert step["environment/calls"] == step["environment/steps"] >= 1
+    assert step["environment/ended_failed"] == 0
+    assert 0 <= before["eval/reward"] <= 1
+    assert 0 <= after["eval/reward"] <= 1
+    first = json.loads(Path("repaired-0/completions.jsonl").read_text().splitlines()[0])
+    assert first["prompt"] in [row["prompt"] for row in rows(Path("repair-tasks/train.jsonl"))]
+    code, out, _ = run_command(*shlex.split(verify)[1:])
+    assert code == 0, out

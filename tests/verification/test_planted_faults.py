@@ -368,3 +368,43 @@ def test_another_machine_is_compared_within_bounds(
     assert named.get(fault, {"sampler's weights"}) <= failed
     assert failed if fault else not failed
     assert ("samples", "not checked") in {(finding.subject, finding.status) for finding in result.findings}
+
+
+ENVIRONMENT = """
+from pathlib import Path
+
+import policygrad as pg
+
+
+class Brevity:
+    def __init__(self, example):
+        self.example = example
+
+    async def reset(self):
+        return pg.Observation(self.example.prompt)
+
+    async def step(self, action):
+        return pg.Step(reward=float(Path(__file__).with_name("factor").read_text()) / (1 + len(action.text)))
+"""
+
+
+def test_an_environment_that_scores_otherwise_than_in_training_is_named(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its own file is the same: what it reads has changed, as the tests in a repository may."""
+    (tmp_path / "place.py").write_text(ENVIRONMENT)
+    (tmp_path / "factor").write_text("8")
+    run = replace(
+        make_run(tmp_path, settings, recorded=1), reward=(), environment=f"{tmp_path}/place.py:Brevity", steps=1
+    )
+    pg.train(run, display=False)
+    honest = verify(tmp_path)
+    assert not honest.failures, honest.failures
+    (finding,) = [finding for finding in honest.findings if finding.subject == "rewards"]
+    assert (finding.status, finding.message) == (
+        "holds",
+        "16 rewards of the environment are those of the step repeated",
+    )
+    (tmp_path / "factor").write_text("4")
+    (failure,) = [finding for finding in verify(tmp_path).failures if finding.subject == "rewards"]
+    assert "the environment gives completion 0 the reward" in failure.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -178,8 +178,10 @@ def check_step(replay: Replay) -> Iterator[Finding]:
             f"the step began with weights of version {record.version_before}, and the state before it has {learner.version}",
             step,
         )
-    yield from check_samples(replay, progress, algorithm)
-    yield from check_recorded_rewards(record, replay.replayer)
+    sampled = list(check_samples(replay, progress, algorithm))
+    yield from sampled
+    if all(finding.subject != "rewards" for finding in sampled):
+        yield from check_recorded_rewards(record, replay.replayer)
     yield check_sampler_weights(replay, algorithm)
     has_ratios = record.batch.logp_old is not None and algorithm.update_rule.updates > 1
     policy = None if has_ratios else evaluate_policy(replay)
@@ -236,21 +238,42 @@ def check_samples(replay: Replay, progress: Progress, algorithm: Algorithm) -> I
         return rollouter.collect(algorithm, config, request, evaluate=replayer.learner.evaluate)
 
     first = sample()
-    if not find_capabilities(rollouter.environment).is_repeatable:
-        bound = probe.TOLERANCE[next(replayer.resources.model.parameters()).dtype]
-        findings = list(_compare_rollouts(first, rollout, step, "the step repeated", Tolerance(atol=bound)))
-        if any(finding.status == "differs" for finding in findings):
-            reason = "the programs asked something else, or were sampled for in other batches, which round differently"
-            findings = [not_checked("samples", reason, step)]
-        yield from findings
-        return
-    findings = list(_compare_rollouts(first, rollout, step, "the step repeated"))
-    if any(finding.status == "differs" for finding in findings):
+    is_repeatable = find_capabilities(rollouter.environment).is_repeatable
+    bound = probe.TOLERANCE[next(replayer.resources.model.parameters()).dtype]
+    tolerance = EXACT if is_repeatable else Tolerance(atol=bound)
+    findings = list(_compare_rollouts(first, rollout, step, "the step repeated", tolerance))
+    has_differed = any(finding.status == "differs" for finding in findings)
+    if has_differed and not is_repeatable:
+        reason = "the programs asked something else, or were sampled for in other batches, which round differently"
+        findings = [not_checked("samples", reason, step)]
+    elif has_differed:
         second = sample()
         if any(finding.status == "differs" for finding in _compare_rollouts(first, second, step, "")):
             reason = "two repetitions differ from each other: a reward or the environment is not deterministic"
             findings = [not_checked("samples", reason, step)]
     yield from findings
+    if not has_differed and rollouter.score is None and replayer.resources.has_rewards:
+        yield _compare_environment_rewards(first, rollout, step, sample)
+
+
+def _compare_environment_rewards(
+    expected: Rollout, actual: Rollout, step: int, sample: Callable[[], Rollout]
+) -> Finding:
+    """Compare the rewards that the environment gave to the same completions; where they differ, sample once more."""
+    repeated, recorded = _list_rewards(expected), _list_rewards(actual)
+    if repeated == recorded:
+        return holds("rewards", f"{len(recorded)} rewards of the environment are those of the step repeated", step)
+    if _list_rewards(sample()) != repeated:
+        return not_checked("rewards", "the environment gives others each time", step)
+    row = next(row for row, (a, b) in enumerate(zip(repeated, recorded, strict=True)) if a != b)
+    text = (
+        f"the environment gives completion {row} the reward {repeated[row]}, and the run trained with {recorded[row]}"
+    )
+    return differs("rewards", text, step)
+
+
+def _list_rewards(rollout: Rollout) -> list[float | None]:
+    return [trajectory.reward for group in rollout.groups for trajectory in group.trajectories]
 
 
 def _compare_rollouts(
