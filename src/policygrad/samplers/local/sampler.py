@@ -6,20 +6,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import SamplingMask
+from policygrad.core.metrics import Metrics, Sum
 from policygrad.core.precision import move, widest_dtype
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
-from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
+from policygrad.samplers.local.kv_cache import (
+    COMPACT_FRACTION,
+    DecodeCache,
+    PlainDecodeCache,
+    PrefillCounts,
+    first_positions,
+)
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
     supports_continuing,
+    supports_continuing_states,
     supports_padding,
     supports_shared_prefix,
 )
@@ -29,7 +38,11 @@ from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
+    from policygrad.samplers.local.state_cache import StateCache
     from policygrad.samplers.local.text_cache import TextCache
+
+SHORT_PROMPT = 64
+"""Tokens up to which a prompt is too short for its beginning to be looked for in others, unless they are a conversation's."""
 
 
 class LocalSampler:
@@ -63,7 +76,7 @@ class LocalSampler:
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
-        self.caches_texts = routing is None  # those that may be continued
+        self.caches_texts = True  # until a later call, those that may be continued
         self.before_pass, self.decode = before_pass, decode
         self.memory = MemoryBudget("--decode-rows", "completions", self.device)
         """What limits the completions that are decoded at a time, once memory has run out."""
@@ -72,8 +85,9 @@ class LocalSampler:
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
         self._needs_equal_lengths = self._shares_at_attention = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
-        self._texts: TextCache | None = None  # of the last call
-        self._earlier_texts: TextCache | None = None  # of the call before, which this one's prompts may continue
+        self._texts: TextCache | StateCache | None = None
+        """What is cached of texts that prompts may begin with, with the current weights."""
+        self.prefill = PrefillCounts()  # since the last update
 
     @classmethod
     def from_tokenizer(
@@ -83,13 +97,18 @@ class LocalSampler:
         end, pad = tokenizer.end_ids, pad_token_id(tokenizer)
         return cls(model, end, pad, routing, cuda_graphs=cuda_graphs, decode=tokenizer.decode)
 
-    async def update(self, weights: PublishedWeights) -> None:
+    async def update(self, weights: PublishedWeights) -> Metrics:
         """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
         self.version, self._texts = weights.version, None
+        counts, self.prefill = self.prefill, PrefillCounts()
+        if not counts.shared:
+            return {}
+        read = {"sampler/prefill_tokens": counts.read, "sampler/prefill_shared": counts.shared}
+        return {name: Sum(float(n)) for name, n in read.items()}
 
     def clear_texts(self) -> None:
-        """Free the cached texts: none will be continued."""
+        """Free the cached texts: no prompt will begin with them."""
         self._texts = None
 
     @contextmanager
@@ -113,28 +132,48 @@ class LocalSampler:
                     self._shares_prefixes = self._shares_at_attention
                 if not self._shares_prefixes:
                     self._needs_equal_lengths = not supports_padding(self.model, self.pad)
-        self._earlier_texts, self._texts = self._texts, None
-        if self._earlier_texts is not None and not self._earlier_texts.is_valid_for(self.model):
-            self._earlier_texts = None
-        if (
-            self._shares_prefixes
-            and not self._shares_at_attention
-            and self.caches_texts
-            and any(r.continues for r in requests)
-        ):
-            if self._continues is None:
-                self._continues = supports_continuing(self.model, self.pad)
-            if self._continues:
-                from policygrad.samplers.local.text_cache import TextCache
-
-                self._texts = TextCache(self.model)
+        self._texts = self._open_texts(requests)
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():
                 completed = self._generate_alike([requests[i] for i in indices])
             generations |= zip(indices, completed, strict=True)
-        self._earlier_texts = None
+        if not (self.caches_texts and any(request.continues for request in requests)):
+            self._texts = None
         return [generations[i] for i in range(len(requests))]
+
+    def _open_texts(self, requests: Sequence[Request]) -> TextCache | StateCache | None:
+        """Return what is cached of texts, prepared for the prompts of these requests; None = nothing is, nor is to be."""
+        texts, keeps = self._texts, self.caches_texts and any(request.continues for request in requests)
+        if texts is not None and not texts.is_valid_for(self.model):
+            texts = None
+        prompts = list({id(r.prompt_ids): r.prompt_ids for r in requests if not r.media}.values())
+        can_share = self.routing is None and self.before_pass is None and not self._needs_equal_lengths
+        if not can_share or not (keeps or sum(len(prompt) > SHORT_PROMPT for prompt in prompts) > 1):
+            return texts if can_share else None
+        from policygrad.samplers.local.beginnings import may_share
+
+        if texts is None and not keeps and not may_share(prompts):
+            return None
+        if self._continues is None:
+            if self._shares_prefixes:
+                self._continues = supports_continuing(self.model, self.pad, at_attention=self._shares_at_attention)
+            else:
+                self._continues = supports_continuing_states(self.model, self.pad)
+        if not self._continues:
+            return None
+        if texts is None:
+            if self._shares_prefixes:
+                from policygrad.samplers.local.text_cache import TextCache
+
+                texts = TextCache(self.model, self.prefill)
+            else:
+                from policygrad.samplers.local.state_cache import StateCache
+
+                texts = StateCache(self.model, self.prefill)
+        texts.counts, texts.keeps_prompts = self.prefill, keeps
+        texts.plan(prompts)
+        return texts
 
     def _generate_alike(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the generations of requests that are decoded together; of fewer at a time if memory runs out."""
@@ -153,7 +192,7 @@ class LocalSampler:
             self.pad,
             self.routing,
             decodes_ahead,
-            self._texts,
+            None if self._shares_at_attention else self._texts,
             self.before_pass,
             detector,
             self.memory,
@@ -161,17 +200,22 @@ class LocalSampler:
         )
 
         def work() -> list[Generation]:
-            cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
-            if self._shares_prefixes:
-                at_attention = self._shares_at_attention
-                cache = SharedPrefixCache(self.model, self.pad, self._earlier_texts, at_attention=at_attention)
+            cache = self._make_cache()
             return loop.run(cache, self.version, self._callback)
 
         def undo() -> None:
-            self._texts = self._earlier_texts = loop.texts = None  # they save time, not memory
+            self._texts = loop.texts = None  # they save time, not memory
             loop.restart()
 
         return self.memory.run(work, undo)
+
+    def _make_cache(self) -> DecodeCache:
+        """Return an empty cache of the kind that this model decodes with."""
+        texts: Any = self._texts
+        if self._shares_prefixes:
+            at_attention = self._shares_at_attention
+            return SharedPrefixCache(self.model, self.pad, texts, at_attention=at_attention, counts=self.prefill)
+        return PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths, texts, self.prefill)
 
 
 def _decoded_together(request: Request) -> tuple[object, ...]:
@@ -195,7 +239,7 @@ class DecodeLoop:
         pad: int,
         routing: Routing | None,
         decodes_ahead: bool = False,
-        texts: TextCache | None = None,
+        texts: TextCache | StateCache | None = None,
         before_pass: RowsCallback | None = None,
         detector: StopDetector | None = None,
         memory: MemoryBudget | None = None,
@@ -378,11 +422,12 @@ class DecodeLoop:
         """Keep the texts of finished rows that may be continued. The last token of each has not been read by the model."""
         if self.texts is None or not isinstance(cache, SharedPrefixCache):
             return
+        texts: Any = self.texts
         for row in finished.nonzero().squeeze(1).tolist():
             index = int(self.active[row])
             if self.requests[index].continues and not self.requests[index].media:
                 read = int(self.length[index]) - 1
-                self.texts.add(self.read_ids(index, read), cache.copy_text(row, read))
+                texts.add(self.read_ids(index, read), partial(cache.copy_text, row, read))
 
     def read_ids(self, index: int, sampled: int) -> Tensor:
         """Return the ids [P + t] that a request's row has read."""
