@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,19 @@ LEAST_LOGP = -9999.0
 """Nats of what has probability 0, as in OpenAI's formats, since JSON has no infinity."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """A client's request that is being answered."""
+
+    turn: OpenTurn
+    requests: list[Request]
+    future: Future[ChatReply]
+    generations: dict[int, Generation] = field(default_factory=dict)
+    """By the id of the request, those that are finished."""
+
+
 class ServedModel:
-    """Samples for the requests that wait, all together, and computes log-probabilities of given text."""
+    """Samples for all requests that are there, in one batch that later ones join, and computes log-probabilities of given text."""
 
     def __init__(
         self,
@@ -63,6 +73,8 @@ class ServedModel:
         self.count = 0
         self.named = set[str]()  # fields that it was said of that they cannot be followed
         self.queue: SimpleQueue[tuple[ChatRequest, Future[ChatReply]]] = SimpleQueue()
+        self.calls = dict[int, _Call]()
+        """Those that are being sampled for, by the id of each of their requests."""
 
     def submit(self, request: ChatRequest) -> Future[ChatReply]:
         future: Future[ChatReply] = Future()
@@ -80,19 +92,56 @@ class ServedModel:
     def run(self) -> None:
         """Answer requests for ever."""
         while True:
-            waiting = [self.queue.get()]
-            with contextlib.suppress(Empty):
-                while True:
-                    waiting.append(self.queue.get_nowait())
-            opened: list[tuple[OpenTurn, list[Request], Future[ChatReply]]] = []
-            for request, future in waiting:
-                if future.cancelled():  # its client has gone away
-                    continue
+            if requests := self._begin(self.queue.get()):
+                self._sample([*requests, *self._take()])
+
+    def _take(self) -> list[Request]:
+        """Return what is to be sampled for the requests that have come."""
+        requests: list[Request] = []
+        with contextlib.suppress(Empty):
+            while True:
+                requests += self._begin(self.queue.get_nowait())
+        return requests
+
+    def _begin(self, item: tuple[ChatRequest, Future[ChatReply]]) -> list[Request]:
+        """Return what is to be sampled for a request; one that needs nothing sampled is answered."""
+        request, future = item
+        if future.cancelled():  # its client has gone away
+            return []
+        try:
+            call = _Call(*self._open(request), future)
+        except Exception as error:  # the server answers with it, and goes on
+            _finish(future, error)
+            return []
+        if call.requests:
+            self.calls |= dict.fromkeys(map(id, call.requests), call)
+        else:
+            self._answer(call)
+        return call.requests
+
+    def _sample(self, requests: Sequence[Request]) -> None:
+        """Sample until nothing waits; or for each request alone if that fails, since it may fail for one of them."""
+        self.sampler.is_abandoned = lambda request: self.calls[id(request)].future.cancelled()
+        try:
+            self.sampler.generate_arriving(requests, self._take, self._note)
+        except Exception:
+            for call in dict.fromkeys(self.calls.values()):
+                call.generations.clear()
                 try:
-                    opened.append((*self._open(request), future))
-                except Exception as error:  # the server answers with it, and goes on
-                    _finish(future, error)
-            self._answer(opened)
+                    self.sampler.generate_arriving(call.requests, list, self._note)
+                except Exception as error:
+                    for request in call.requests:
+                        del self.calls[id(request)]
+                    _finish(call.future, error)
+
+    def _note(self, request: Request, generation: Generation) -> None:
+        """Keep a completion, and answer the request if it was the last one."""
+        call = self.calls[id(request)]
+        call.generations[id(request)] = generation
+        if len(call.generations) == len(call.requests):
+            for each in call.requests:
+                del self.calls[id(each)]
+            self._answer(call)
 
     def _open(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
         from policygrad.proxy.formats import ApiError
@@ -121,30 +170,16 @@ class ServedModel:
             for number in range(request.num_choices):
                 self.count += 1
                 key = (0, self.count) if request.seed is None else (1, request.seed % 2**63, number)
-                requests.append(Request(turn.context_ids, key, sampling, limit))
+                requests.append(Request(turn.context_ids, key, sampling, limit, continues=True))
         return turn, requests
 
-    def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
-        """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
-        requests = [request for _, requests, _ in opened for request in requests]
-        futures = {id(request): future for _, turn_requests, future in opened for request in turn_requests}
-        self.sampler.is_abandoned = lambda request: id(request) in futures and futures[id(request)].cancelled()
+    def _answer(self, call: _Call) -> None:
         try:
-            generations = iter(asyncio.run(self.sampler.generate(requests)) if requests else [])
+            sampled = [call.generations[id(request)] for request in call.requests]
+            result: ChatReply | Exception = self._reply(call.turn, call.requests, sampled)
         except Exception as error:
-            for item in opened:
-                if len(opened) > 1:
-                    self._answer([item])
-                else:
-                    _finish(item[2], error)
-            return
-        for turn, turn_requests, future in opened:
-            sampled = [next(generations) for _ in turn_requests]
-            try:
-                result: ChatReply | Exception = self._reply(turn, turn_requests, sampled)
-            except Exception as error:
-                result = error
-            _finish(future, result)
+            result = error
+        _finish(call.future, result)
 
     def _reply(self, turn: OpenTurn, requests: Sequence[Request], generations: Sequence[Generation]) -> ChatReply:
         from policygrad.proxy.formats import ChatChoice, ChatReply

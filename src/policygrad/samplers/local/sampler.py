@@ -38,6 +38,7 @@ from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
+    from policygrad.samplers.local.arriving import Finish, Take
     from policygrad.samplers.local.state_cache import StateCache
     from policygrad.samplers.local.text_cache import TextCache
 
@@ -126,12 +127,7 @@ class LocalSampler:
         recording = nullcontext if self.routing is None else self.routing.recording
         if requests and self._shares_prefixes is None:
             with recording():
-                self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
-                if not self._shares_prefixes:
-                    self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
-                    self._shares_prefixes = self._shares_at_attention
-                if not self._shares_prefixes:
-                    self._needs_equal_lengths = not supports_padding(self.model, self.pad)
+                self._test_model()
         self._texts = self._open_texts(requests)
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
@@ -141,6 +137,45 @@ class LocalSampler:
         if not (self.caches_texts and any(request.continues for request in requests)):
             self._texts = None
         return [generations[i] for i in range(len(requests))]
+
+    def generate_arriving(self, requests: Sequence[Request], take: Take, finish: Finish) -> None:
+        """Sample requests, and those that come meanwhile, which join the batch as soon as their prompts are read; return when all
+        are finished. The completions are those of `generate`.
+
+        Args:
+            take: Called before each token (on a GPU before every `cuda_graphs.STEPS`); returns what has come.
+            finish: Called with each completion when it ends.
+        """
+        from policygrad.samplers.local.arriving import ArrivingLoop
+
+        if self.routing is not None or self.before_pass is not None:
+            raise ValueError("requests join a batch only where no experts are recorded and all use the same weights")
+        if self._shares_prefixes is None:
+            self._test_model()
+        self._texts = self._open_texts(requests)
+        loop = ArrivingLoop(
+            requests,
+            self.end,
+            self.pad,
+            take,
+            finish,
+            self.version,
+            decode=self.decode,
+            decodes_ahead=self.decodes_ahead and bool(self._shares_prefixes),
+            texts=None if self._shares_at_attention else self._texts,
+            memory=self.memory,
+            is_abandoned=self.is_abandoned,
+        )
+        self._run(loop)
+
+    def _test_model(self) -> None:
+        """Find out how this model's prompts are read and kept."""
+        self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
+        if not self._shares_prefixes:
+            self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
+            self._shares_prefixes = self._shares_at_attention
+        if not self._shares_prefixes:
+            self._needs_equal_lengths = not supports_padding(self.model, self.pad)
 
     def _open_texts(self, requests: Sequence[Request]) -> TextCache | StateCache | None:
         """Return what is cached of texts, prepared for the prompts of these requests; None = nothing is, nor is to be."""
@@ -198,6 +233,10 @@ class LocalSampler:
             self.memory,
             self.is_abandoned,
         )
+        return self._run(loop)
+
+    def _run(self, loop: DecodeLoop) -> list[Generation]:
+        """Run a loop; with fewer completions at a time if memory runs out."""
 
         def work() -> list[Generation]:
             cache = self._make_cache()
@@ -305,7 +344,8 @@ class DecodeLoop:
     def run(self, cache: DecodeCache, version: int, callback: CompletionCallback | None = None) -> list[Generation]:
         """Return the generations in the order of the requests."""
         logits: Tensor | None = None
-        while self.queue or len(self.active):
+        while self.queue or len(self.active) or self.has_arrivals():
+            self.admit()
             # take the next prompts for which there are slots: at most so many rows, or one prompt
             slots, occupied, groups = self.slots, len(self.active), list[list[int]]()
             if not occupied or (cache.supports_refill and slots - occupied >= _REFILL_FRACTION * slots):
@@ -362,6 +402,13 @@ class DecodeLoop:
             for i, (ids, p, n, end) in enumerate(ends)
         ]
 
+    def admit(self) -> None:
+        """Queue requests that have come meanwhile: here none do."""
+
+    def has_arrivals(self) -> bool:
+        """Return whether `admit` would queue something."""
+        return False
+
     def _end_abandoned(self, active: Tensor, count: Tensor) -> None:
         """Let completions that nobody waits for end with their next token; active, count: [N] as in the loop."""
         if self.is_abandoned is None:
@@ -398,9 +445,8 @@ class DecodeLoop:
             self._end_abandoned(decoder.active, decoder.count)
             remaining = rows - int(reported.sum())
             slots = self.slots - remaining
-            if remaining < COMPACT_FRACTION * rows or (
-                self.queue and slots >= max(_REFILL_FRACTION * self.slots, len(self.queue[0]))
-            ):
+            has_room = self.queue and slots >= max(_REFILL_FRACTION * self.slots, len(self.queue[0]))
+            if remaining < COMPACT_FRACTION * rows or has_room or self.has_arrivals():
                 self._cache_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
                 self.active, self.count = decoder.active[order], decoder.count[order]
@@ -436,6 +482,23 @@ class DecodeLoop:
     def _sample(self, cache: DecodeCache, logits: Tensor) -> Tensor:
         """Sample one token per active row and remove finished rows; return the tokens [N] of the remaining ones."""
         active, count = self.active, self.count
+        token, stops = self._draw(cache, logits, active, count)
+        count = count + 1
+        finished = stops | (count >= self.limit[active])
+        if finished.any():
+            self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
+            self._cache_texts(cache, finished)
+            order = cache.keep_rows((~finished).nonzero().squeeze(1))
+            active, count, token = active[order], count[order], token[order]
+        self.active, self.count = active, count
+        return token
+
+    def _draw(self, cache: DecodeCache, logits: Tensor, active: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample and store a token for each of the rows `active` [N], of which `count` [N] are sampled.
+
+        Returns:
+            The tokens [N], and which of them end the completion.
+        """
         check_finite_logits(
             logits, self.sampling, cache.model, lambda row: self.read_ids(int(active[row]), int(count[row]))
         )
@@ -447,18 +510,10 @@ class DecodeLoop:
                 self.masks[i].append(ids)
         token, logp = sample_tokens(logits, self.u[active, count], sampling)
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
-        count = count + 1
         stops = torch.isin(token, self.end)
         if self.detector is not None:
-            stops |= self._reach_stop_text(token, active, count)
-        finished = stops | (count >= self.limit[active])
-        if finished.any():
-            self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
-            self._cache_texts(cache, finished)
-            order = cache.keep_rows((~finished).nonzero().squeeze(1))
-            active, count, token = active[order], count[order], token[order]
-        self.active, self.count = active, count
-        return token
+            stops |= self._reach_stop_text(token, active, count + 1)
+        return token, stops
 
     def _reach_stop_text(self, token: Tensor, active: Tensor, count: Tensor) -> Tensor:
         """Return [N] bool: the rows whose last token, `token`, has completed a stop text."""
