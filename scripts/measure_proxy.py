@@ -1,12 +1,12 @@
 """Measure what stands between a program and a model: the proxy, the local sampler's reading of prompts, and an engine behind it.
 
-    python scripts/measure_proxy.py [--before FOLDER] [--parts clients,prompts,engine] [--vllm VENV] [--results docs/results/proxy.json]
+    python scripts/measure_proxy.py [--before FOLDER] [--parts clients,prompts,engine] [--vllm VENV] [--results FILE]
 
-clients: `policygrad proxy` with 1, 8 and 64 clients, each of which sends one request after another, every other one of 8 tokens and of
-up to 160: tokens per second, and mean seconds to an answer. prompts: agents with 12,000 tokens of instructions, two turns each, two
-agents in a batch: tokens that the model reads, and seconds. engine: 64 clients at a vLLM server, directly and as the programs of
-64 episodes: tokens per second. `--before`: a checkout of the source that is compared, in turns. The machine is shared with
-whatever else runs on it: only sides of one row are compared.
+clients: `policygrad proxy` with 1, 8 and 64 clients, each of which sends one request after another, every other one of 8 tokens and
+of up to 160: tokens per second, and mean seconds to an answer. prompts: agents with 12,000 tokens of instructions, two turns each,
+two agents in a batch: tokens that the model reads, and seconds. engine: 64 clients at a vLLM server, directly and as the programs
+of 64 episodes: tokens per second. `--before`: a checkout of the source that is compared, in turns. The machine is shared with
+whatever else runs on it: only the sides of one row are compared.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure_clients(sources: dict[str, Path], rounds: int) -> list[dict[str, Any
     ]
     samples = dict[tuple[str, int], list[tuple[float, float, float]]]()
     for number in range(rounds):
-        for name, source in sources.items():
+        for name, source in list(sources.items())[:: 1 if number % 2 else -1]:
             with serving_proxy(source) as url:
                 asyncio.run(send_all(url, 2, bodies))  # what is only slow once
                 for clients in CLIENTS:
@@ -172,7 +172,7 @@ def read_prompts() -> dict[str, float]:
     return {"prompt_tokens": needed, "tokens_read": read[0], "seconds": time.perf_counter() - start}
 
 
-AGENT = '''
+AGENT = """
 import http.client, json, os, urllib.parse
 
 def main(example):
@@ -185,7 +185,7 @@ def main(example):
         data = json.loads(reply.read())
         assert reply.status == 200, data
     return 1.0
-'''
+"""
 
 
 def measure_engine(venv: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -204,17 +204,18 @@ def measure_engine(venv: str, rounds: int, folder: Path) -> dict[str, Any]:
     from policygrad.weight_sync.base import PublishedWeights
 
     clients = CLIENTS[-1]
-    model = load_model("tiny", dtype="fp32", device="cpu")
+    model: Any = load_model("tiny", dtype="fp32", device="cpu")
+    model.model.norm.weight.data.zero_()  # all tokens are equally probable, so that texts are long
     encoder = load_tokenizer("tiny", model)
     prompts = [encoder.hf.encode(f"{17 + i} + {i} =") for i in range(CALLS)]
-    sampling = SamplingParams(temperature=HEAT, max_tokens=TOKENS * CALLS)
-    asked = [{"model": "policy", "prompt": ids, "max_tokens": TOKENS, "temperature": HEAT} for ids in prompts]
+    sampling = SamplingParams(max_tokens=TOKENS * CALLS)
+    asked = [{"model": "policy", "prompt": ids, "max_tokens": TOKENS, "temperature": 1.0} for ids in prompts]
     (folder / "agent.py").write_text(AGENT.format(bodies=asked))
     program = AgentProgram(function=f"{folder / 'agent.py'}:main", max_calls=CALLS, concurrency=clients)
     rates: dict[str, list[float]] = {"alone": [], "through": []}
     with serving(venv, folder, max_concurrency=clients) as url, AsyncRunner() as wait:
         config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=600.0, max_concurrency=clients)
-        engine = VllmSampler(model, encoder, config, folder / "weights", temperature=HEAT)
+        engine = VllmSampler(model, encoder, config, folder / "weights")
         wait(engine.update(PublishedWeights(1, dict(model.named_parameters()))))
         name = next(iter(engine.model_names.values()))
         # what the run asks the server for, so that it does the same work
@@ -225,13 +226,13 @@ def measure_engine(venv: str, rounds: int, folder: Path) -> dict[str, Any]:
             start = time.perf_counter()
             tokens = sum(n for _, n, _ in wait(send_all(url, clients, direct)))
             rates["alone"].append(tokens / (time.perf_counter() - start))
-            specs = [
-                EpisodeSpec(Example("", {}), (0, TRAIN, number, i), sampling.max_tokens) for i in range(clients)
-            ]
+            specs = [EpisodeSpec(Example("", {}), (0, TRAIN, number, i), sampling.max_tokens) for i in range(clients)]
             start = time.perf_counter()
             groups = wait(run_agent_episodes(specs, 1, sampling, sampler=engine, encoder=encoder, program=program))
             seconds = time.perf_counter() - start
-            tokens = sum(s.num_sampled for g in groups for e in g.episodes for s in e.segments)
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            assert not any(trajectory.failure for trajectory in trajectories)
+            tokens = sum(len(s.tokens) for t in trajectories for s in t.segments if s.logp is not None)
             rates["through"].append(tokens / seconds)
             print(number, {side: round(values[-1]) for side, values in rates.items()}, flush=True)
         wait(engine.close())
