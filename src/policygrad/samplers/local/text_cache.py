@@ -25,6 +25,7 @@ Ids = NDArray[np.int64]
 LayerTensors = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [H, n, D]
 MAX_BYTES_CPU = 2**31
 MAX_SHARE = 0.25  # of the memory that is free
+_FULL = 0.9  # of the room that is kept when it was too little
 _GATHERING = 8  # cached tokens whose copy takes as long as reading one
 
 
@@ -92,8 +93,8 @@ class TextCache:
             return
         node.children[int(leaf.ids[0])] = leaf
         self.size += leaf.nbytes
-        while self.size > self.room and (old := self._oldest_leaf()) is not None:
-            self._drop(old)
+        if self.size > self.room:
+            self._make_room()
 
     def count_cached(self, ids: Tensor) -> int:
         """Return how many tokens at a text's beginning are cached; of its last one the logits are wanted, so it is not."""
@@ -228,15 +229,15 @@ class TextCache:
         node.parent, upper.children = upper, {int(node.ids[0]): node}
         return upper
 
-    def _oldest_leaf(self) -> _Node | None:
-        """Return the text that was used longest ago, of those that are not being used."""
-        leaves = [node for node in self._nodes() if not node.children and node.used < self.clock]
-        return min(leaves, key=lambda node: node.used, default=None)
-
-    def _drop(self, leaf: _Node) -> None:
-        assert leaf.parent is not None
-        del leaf.parent.children[int(leaf.ids[0])]
-        self.size -= leaf.nbytes
+    def _make_room(self) -> None:
+        """Drop texts, those first that were used longest ago, until a tenth of the room is free."""
+        while leaves := [node for node in self._nodes() if not node.children and node.used < self.clock]:
+            for leaf in sorted(leaves, key=lambda node: node.used):
+                assert leaf.parent is not None
+                del leaf.parent.children[int(leaf.ids[0])]
+                self.size -= leaf.nbytes
+                if self.size <= _FULL * self.room:
+                    return
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())
