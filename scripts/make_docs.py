@@ -49,6 +49,7 @@ from pages.measured import curves, measured_page
 from pages.memory import embedded_memory_file
 from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block, devices_block
+from pages.proxy import proxy_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.trl import trl_fields_block, trl_numbers_block, trl_tests_block
@@ -99,6 +100,7 @@ def generate_files() -> dict[Path, str]:
         DOCS / "primer.md": fill_blocks(
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
+        DOCS / "agents.md": fill_blocks(DOCS / "agents.md", measured=proxy_block()),
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
         DOCS / "agents.md": fill_blocks(DOCS / "agents.md", agents=agents_block()),

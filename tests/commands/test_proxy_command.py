@@ -19,7 +19,7 @@ from policygrad.commands.served_model import ServedModel
 from policygrad.commands.text_scores import GivenText, TokenScore, score_texts
 from policygrad.proxy.formats import COMPLETIONS, ApiError, ChatRequest, parse_chat
 from policygrad.rollout.conversation_tree import ConversationTree
-from policygrad.samplers.base import Generation, Request, SamplingParams
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.cuda_graphs import STEPS
 from policygrad.samplers.local.sampler import ABANDONED_STEPS
 
@@ -30,14 +30,14 @@ def model() -> ServedModel:
 
 
 class Noting:
-    """A sampler that notes how many requests each call has."""
+    """A sampler that notes how many requests each call begins with."""
 
     def __init__(self, sampler: pg.LocalSampler) -> None:
         self.sampler, self.calls = sampler, list[int]()
 
-    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate_arriving(self, requests: Sequence[Request], take: Any, finish: Any) -> None:
         self.calls.append(len(requests))
-        return await self.sampler.generate(requests)
+        self.sampler.generate_arriving(requests, take, finish)
 
 
 def answer(model: ServedModel, *requests: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
@@ -78,8 +78,45 @@ def test_all_that_waits_is_sampled_for_together_and_one_that_fails_fails_alone(m
 
 
 def answer_alone(model: ServedModel, request: ChatRequest) -> tuple[list[Future[Any]], list[int]]:
-    model.thread_started = False  # type: ignore[attr-defined]
+    model.queue, model.thread_started = type(model.queue)(), False  # type: ignore[attr-defined]
     return answer(model, request)
+
+
+def test_a_request_joins_those_that_are_being_sampled_and_is_answered_before_them() -> None:
+    """With another temperature and a stop text of its own; both are as they would be alone."""
+    model, joins = ServedModel("tiny", max_tokens=200), list[bool]()
+    long = COMPLETIONS.parse({"prompt": "1 + 1", "max_tokens": 200, "seed": 1, "temperature": 3})
+    short = COMPLETIONS.parse({"prompt": "2 + 3 =", "max_tokens": 3, "seed": 2, "stop": "9", "temperature": 0.5})
+    model.sampler.end = torch.empty(0, dtype=torch.int64)  # so that the first one takes long
+    submitted = [model.submit(long)]
+
+    class Joining(Noting):
+        def generate_arriving(self, requests: Sequence[Request], take: Any, finish: Any) -> None:
+            calls = iter(range(10**6))
+
+            def take_later() -> Sequence[Request]:
+                if next(calls) == 20:
+                    submitted.append(model.submit(short))
+                return take()
+
+            def note(request: Request, generation: Any) -> None:
+                finish(request, generation)
+                joins.append(submitted[0].done())
+
+            super().generate_arriving(requests, take_later, note)
+
+    sampler = model.sampler
+    model.sampler = Joining(sampler)  # type: ignore[assignment]
+    threading.Thread(target=model.run, daemon=True).start()
+    together = [submitted[0].result(60), submitted[1].result(60)]
+    assert joins[:1] == [False]
+    assert model.sampler.calls == [1]  # type: ignore[attr-defined]
+    alone = ServedModel("tiny", max_tokens=200)
+    alone.sampler.end = torch.empty(0, dtype=torch.int64)
+    for request, reply in zip((long, short), together, strict=True):
+        ((again,), _) = answer_alone(alone, request)
+        assert again.result().choices[0].token_ids == reply.choices[0].token_ids
+    assert len(together[0].choices[0].token_ids) == 200
 
 
 def test_an_abandoned_request_is_not_sampled_for(model: ServedModel) -> None:
@@ -222,10 +259,10 @@ def test_the_sampler_is_told_whose_client_has_gone_away(model: ServedModel) -> N
     class Leaving(Noting):
         is_abandoned: Callable[[Request], bool]
 
-        async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        def generate_arriving(self, requests: Sequence[Request], take: Any, finish: Any) -> None:
             assert gone.cancel()  # as the proxy does when the connection ends
             told.extend(map(self.is_abandoned, requests))
-            return await super().generate(requests)
+            super().generate_arriving(requests, take, finish)
 
     sampler, model.sampler = model.sampler, Leaving(model.sampler)  # type: ignore[assignment]
     try:

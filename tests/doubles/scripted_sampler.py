@@ -26,6 +26,12 @@ class ScriptedSampler:
         self.asked += requests
         return [self._one(request) for request in requests]
 
+    def generate_arriving(
+        self, requests: Sequence[Request], take: Any, finish: Callable[[Request, Generation], None]
+    ) -> None:
+        for request in requests:
+            finish(request, self._one(request))
+
     def _one(self, request: Request) -> Generation:
         text = self.say(request.key, self.tokenizer.hf.decode(request.prompt_ids))
         ids = text

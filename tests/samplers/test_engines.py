@@ -25,8 +25,9 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams, SupportsStreaming
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
-from policygrad.samplers.engines.base import EngineCompletion, repeat_during
+from policygrad.samplers.engines.base import EngineCompletion
 from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
+from policygrad.samplers.engines.polling import SharedPoll, repeat_during
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import VersionFolder
@@ -368,6 +369,69 @@ def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
         with pytest.raises(ZeroDivisionError):
             wait(repeat_during(broken(), pulse, seconds))
     assert len(requests) == 3
+
+
+def test_whatever_waits_shares_one_poll_which_ends_with_the_last_and_fails_for_all(wait: AsyncRunner) -> None:
+    async def run() -> None:
+        looks, done = list[int](), [asyncio.Event() for _ in range(64)]
+
+        async def look() -> None:
+            looks.append(len(asyncio.all_tasks()))
+            if len(looks) == 3:
+                raise ServerUnavailableError("gone")
+            done[len(looks) - 1].set()
+
+        poll = SharedPoll(look, 1e-4)
+        first = await asyncio.gather(*(poll.during(done[0].wait()) for _ in range(64)))
+        assert first == [True] * 64
+        assert len(looks) == 1  # not one for each
+        assert len(asyncio.all_tasks()) == 1  # nothing looks any more
+        later = [asyncio.ensure_future(poll.during(done[i].wait())) for i in (1, 5, 6)]
+        results = await asyncio.gather(*later, return_exceptions=True)
+        assert results[0] is True
+        assert [type(x) for x in results[1:]] == [ServerUnavailableError] * 2
+        assert await poll.during(asyncio.sleep(0, "again")) == "again"
+        assert len(asyncio.all_tasks()) == 1
+
+    wait(run())
+
+
+def test_calls_at_the_same_time_read_the_load_of_a_server_once(
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the programs of an agent's episodes do, each in a call of its own."""
+    monkeypatch.setattr(server_pool, "LOAD_POLL_SECONDS", 1e-3)
+    reading, seen, is_read = list[str](), list[int](), asyncio.Event()
+
+    async def get(url: str) -> str:
+        reading.append(url)
+        seen.append(len(reading))
+        await asyncio.sleep(0)
+        reading.remove(url)
+        is_read.set()
+        return "waiting 0\nuse 0.5"
+
+    class Busy(Standins):
+        async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
+            await is_read.wait()
+            return await super().complete(url, request, seed)
+
+    sampler = Busy(
+        Bigram(len(tokenizer.hf)),
+        tokenizer,
+        SamplerConfig("vllm", (ONE,), max_concurrency=0),
+        tmp_path / "weights",
+    )
+    sampler.load_monitor = server_pool.LoadMonitor(get, server_pool.PrometheusGauges("waiting", "use"))
+    wait(sampler.update(weights(sampler, 1)))
+    request = Request(torch.tensor([1, 2]), (0,), SamplingParams(), 4)
+
+    async def call_often() -> None:
+        is_read.clear()
+        await asyncio.gather(*(sampler.generate([request]) for _ in range(16)))
+
+    wait(call_often())
+    assert set(seen) == {1}
 
 
 def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner) -> None:

@@ -1,4 +1,5 @@
-"""Turns of a conversation read only what is new, and are otherwise as if everything had been read."""
+"""Turns of a conversation read only what is new, prompts that begin alike read their beginning once, and all are otherwise as if
+everything had been read."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_nothing_is_kept_of_other_weights(random_model: Path) -> None:
         sampler = LocalSampler(model, frozenset({7}), 0)
         (first,) = converse(sampler, 1)
         assert sampler._texts is not None
-        assert sampler._texts.texts
+        assert len(sampler._texts) > 0
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
         if told:
@@ -101,10 +102,13 @@ def test_only_texts_that_may_be_continued_are_kept_as_far_as_memory_allows(
     assert sampler._texts is None
     expected = tokens(converse(sampler, 3))
     assert sampler._texts is not None
-    assert len(sampler._texts.texts) == 7
-    monkeypatch.setattr(text_cache, "MAX_BYTES_CPU", 100_000)
+    assert len(sampler._texts) == 8
+    asyncio.run(sampler.update(PublishedWeights(1, {})))
+    monkeypatch.setattr(text_cache, "MAX_BYTES_CPU", 60_000)
     result = tokens(converse(sampler, 3))
-    assert 0 < len(sampler._texts.texts) < 7
+    assert isinstance(sampler._texts, text_cache.TextCache)
+    assert 0 < len(sampler._texts) < 8
+    assert sampler._texts.size <= 60_000
     sampler.clear_texts()
     assert sampler._texts is None
     assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
@@ -118,8 +122,8 @@ def test_a_model_that_cannot_continue_what_is_kept_reads_everything(
     expected = tokens(converse(LocalSampler(model, frozenset({7}), 0), 3))
     keep = shared_prefix.SharedPrefixCache.copy_text
 
-    def wrong(cache: Any, row: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        return [(keys * 1.1, values) for keys, values in keep(cache, row, count)]
+    def wrong(cache: Any, row: int, count: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        return [(keys * 1.1, values) for keys, values in keep(cache, row, count, start)]
 
     monkeypatch.setattr(shared_prefix.SharedPrefixCache, "copy_text", wrong)
     sampler = LocalSampler(model, frozenset({7}), 0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,18 @@ MAX_TURNS = 10_000
 """Completions whose tokens are kept, so that later requests continue them."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """A client's request that is being answered."""
+
+    turn: OpenTurn
+    tree: ConversationTree
+    requests: list[Request]
+    future: Future[ChatReply]
+    generations: dict[int, Generation] = field(default_factory=dict)
+    """By the id of the request, those that are finished."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Draft:
     """A turn that is sampled, and what is to be scored before it is answered."""
@@ -36,7 +47,7 @@ class _Draft:
 
 
 class ServedModel:
-    """Samples for the requests that wait, all together, and computes log-probabilities of given text."""
+    """Samples for all requests that are there, in one batch that later ones join, and computes log-probabilities of given text."""
 
     def __init__(
         self,
@@ -70,6 +81,8 @@ class ServedModel:
         self.has_cut = False  # a request was told that it gets fewer tokens than it asks for
         self.named = set[str]()  # fields that it was said of that they cannot be followed
         self.queue: SimpleQueue[tuple[ChatRequest, Future[ChatReply]]] = SimpleQueue()
+        self.calls = dict[int, _Call]()
+        """Those that are being sampled for, by the id of each of their requests."""
 
     def submit(self, request: ChatRequest) -> Future[ChatReply]:
         future: Future[ChatReply] = Future()
@@ -87,21 +100,63 @@ class ServedModel:
     def run(self) -> None:
         """Answer requests for ever."""
         while True:
-            waiting = [self.queue.get()]
-            with contextlib.suppress(Empty):
-                while True:
-                    waiting.append(self.queue.get_nowait())
-            opened: list[tuple[OpenTurn, list[Request], Future[ChatReply]]] = []
-            for request, future in waiting:
-                if future.cancelled():  # its client has gone away
-                    continue
-                try:
-                    opened.append((*self._open(request), future))
-                except Exception as error:  # the server answers with it, and goes on
-                    _finish(future, error)
-            self._answer(opened)
+            if requests := self._take(self.queue.get()):
+                self._sample(requests)
 
-    def _open(self, request: ChatRequest) -> tuple[OpenTurn, list[Request]]:
+    def _take(self, *items: tuple[ChatRequest, Future[ChatReply]]) -> list[Request]:
+        """Return what is to be sampled for these requests and those that have come; what needs nothing sampled is answered."""
+        waiting = list(items)
+        with contextlib.suppress(Empty):
+            while True:
+                waiting.append(self.queue.get_nowait())
+        requests: list[Request] = []
+        drafts = list[_Draft]()
+        for request, future in waiting:
+            if future.cancelled():  # its client has gone away
+                continue
+            try:
+                call = self._open(request, future)
+                if not call.requests:
+                    drafts.append(self._draft(call))
+            except Exception as error:  # the server answers with it, and goes on
+                _finish(future, error)
+                continue
+            self.calls |= dict.fromkeys(map(id, call.requests), call)
+            requests += call.requests
+        self._complete(drafts)
+        return requests
+
+    def _sample(self, requests: Sequence[Request]) -> None:
+        """Sample until nothing waits; or for each request alone if that fails, since it may fail for one of them."""
+        self.sampler.is_abandoned = lambda request: self.calls[id(request)].future.cancelled()
+        try:
+            self.sampler.generate_arriving(requests, self._take, self._note)
+        except Exception:
+            for call in dict.fromkeys(self.calls.values()):
+                call.generations.clear()
+                try:
+                    self.sampler.generate_arriving(call.requests, list, self._note)
+                except Exception as error:
+                    for request in call.requests:
+                        del self.calls[id(request)]
+                    _finish(call.future, error)
+
+    def _note(self, request: Request, generation: Generation) -> None:
+        """Keep a completion, and answer the request if it was the last one."""
+        call = self.calls[id(request)]
+        call.generations[id(request)] = generation
+        if len(call.generations) == len(call.requests):
+            for each in call.requests:
+                del self.calls[id(each)]
+            try:
+                drafts = [self._draft(call)]
+            except Exception as error:
+                _finish(call.future, error)
+            else:
+                self._complete(drafts)
+
+    def _open(self, request: ChatRequest, future: Future[ChatReply]) -> _Call:
+        """Return a request as a turn of a conversation, and what is to be sampled for it."""
         from policygrad.proxy.formats import ApiError
         from policygrad.samplers.base import Request, SamplingParams
 
@@ -114,7 +169,8 @@ class ServedModel:
                 f"a request asks for {request.max_tokens} tokens and gets {self.max_tokens} at most: raise --max-tokens"
             )
             print(text, file=sys.stderr, flush=True)
-        turn = self._find_tree(request).open_turn(request)
+        tree = self._find_tree(request)
+        turn = tree.open_turn(request)
         limit = self.max_tokens if request.max_tokens is None else min(request.max_tokens, self.max_tokens)
         length, room = len(turn.context_ids), self.encoder.context_length
         if room is not None and length + min(limit, 1) > room and not request.only_counts:
@@ -131,8 +187,8 @@ class ServedModel:
             for number in range(request.num_choices):
                 self.count += 1
                 key = (0, self.count) if request.seed is None else (1, request.seed % 2**63, number)
-                requests.append(Request(turn.context_ids, key, sampling, limit))
-        return turn, requests
+                requests.append(Request(turn.context_ids, key, sampling, limit, continues=True))
+        return _Call(turn, tree, requests, future)
 
     def _find_tree(self, request: ChatRequest) -> ConversationTree:
         """Return the texts that a request's turn is one of. What is scored is read as the tokenizer writes it, and token ids as
@@ -144,36 +200,7 @@ class ServedModel:
         is_alone = request.has_echo or isinstance(next(iter(request.prompt), None), int)
         return ConversationTree(self.encoder, "a request") if is_alone else self.tree
 
-    def _answer(self, opened: Sequence[tuple[OpenTurn, list[Request], Future[ChatReply]]]) -> None:
-        """Sample for all turns at once, or for each alone if that fails, since it may fail for one of them."""
-        requests = [request for _, requests, _ in opened for request in requests]
-        futures = {id(request): future for _, turn_requests, future in opened for request in turn_requests}
-        self.sampler.is_abandoned = lambda request: id(request) in futures and futures[id(request)].cancelled()
-        try:
-            generations = iter(asyncio.run(self.sampler.generate(requests)) if requests else [])
-        except Exception as error:
-            for item in opened:
-                if len(opened) > 1:
-                    self._answer([item])
-                else:
-                    _finish(item[2], error)
-            return
-        drafts = list[_Draft]()
-        for turn, turn_requests, future in opened:
-            sampled = [next(generations) for _ in turn_requests]
-            try:
-                drafts.append(self._draft(turn, turn_requests, sampled, future))
-            except Exception as error:
-                _finish(future, error)
-        self._complete(drafts)
-
-    def _draft(
-        self,
-        turn: OpenTurn,
-        requests: Sequence[Request],
-        generations: Sequence[Generation],
-        future: Future[ChatReply],
-    ) -> _Draft:
+    def _draft(self, call: _Call) -> _Draft:
         """Return a turn's choices, with the texts that are to be scored for them."""
         import torch
 
@@ -181,11 +208,11 @@ class ServedModel:
         from policygrad.proxy.formats import ChatChoice
         from policygrad.samplers.base import SamplingParams
 
+        turn, requests = call.turn, call.requests
         request, prompt = turn.request, turn.context_ids
         if request.only_counts:
-            return _Draft(turn, (), (), future)
-        tree = self._find_tree(request)
-        choices = tuple(tree.add_reply(turn, generation) for generation in generations)
+            return _Draft(turn, (), (), call.future)
+        choices = tuple(call.tree.add_reply(turn, call.generations[id(each)]) for each in requests)
         choices = choices or (ChatChoice("", "length", (), ()),) * request.num_choices
         texts = list[GivenText]()
         for number, choice in enumerate(choices):
@@ -196,7 +223,7 @@ class ServedModel:
                 sampling = requests[number].sampling if requests else SamplingParams()
                 start = 1 if scores_prompt else len(prompt)
                 texts.append(GivenText(ids, start, len(prompt), sampling, request.num_alternatives))
-        return _Draft(turn, choices, tuple(texts), future)
+        return _Draft(turn, choices, tuple(texts), call.future)
 
     def _complete(self, drafts: Sequence[_Draft]) -> None:
         """Score the texts of all drafts at once, or of each alone if that fails, and answer."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from policygrad.checkpoint.format import open_tensors
 from policygrad.checkpoint.manifest import shard_name
 from policygrad.checkpoint.shards import ShardFile, TensorShard, write_shard_file
+from policygrad.core.metrics import Metrics
 from policygrad.errors import CheckpointError, PolicygradError
 from policygrad.learners.base import DistributedLearner, Learner
 from policygrad.learners.fsdp.learner import FsdpLearner
@@ -50,9 +51,9 @@ class ShardedLocalSampler:
     def __init__(self, local: LocalSampler, learner: DistributedLearner) -> None:
         self._local, self._learner = local, learner
 
-    async def update(self, weights: PublishedWeights) -> None:
-        """Update this process's sampler; `publish` has written the weights in the others."""
-        await self._local.update(weights)
+    async def update(self, weights: PublishedWeights) -> Metrics:
+        """Update this process's sampler; `publish` has written the weights in the others. The metrics are this process's."""
+        return await self._local.update(weights)
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample in all processes, with signals held until they have finished."""

@@ -14,12 +14,12 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from policygrad.samplers.engines.colocation import ColocatedServer, Memory
 from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
 from policygrad.samplers.engines.installation import Installation, find_installation
 from policygrad.samplers.engines.nccl_transfer import WeightTransfer
+from policygrad.samplers.engines.polling import SharedPoll, repeat_during
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.engines.server_process import LaunchCommand, ServerProcess, find_free_port
 from policygrad.samplers.local.sampling import derive_seeds
@@ -204,6 +205,7 @@ class EngineSampler(ABC):
         self.load_monitor = server_pool.LoadMonitor(
             lambda url: self.http.get(url, config.heartbeat or config.timeout), self.gauges
         )
+        self._heartbeats: dict[str, SharedPoll] = {}  # by server
         self.processes: dict[str, ServerProcess] = {}  # by server, of those that are started here
         self._start_versions: dict[str, WeightVersion] = {}  # by server: what its process was started with
         self._callback: CompletionCallback | None = None
@@ -318,10 +320,7 @@ class EngineSampler(ABC):
                 callback([])
 
             work = repeat_during(work, call_back, CALLBACK_INTERVAL)
-        if not self.config.max_concurrency:
-            adjust = partial(self.servers.adjust_limits, self.load_monitor.read)
-            work = repeat_during(work, adjust, server_pool.LOAD_POLL_SECONDS)
-        generations = await work
+        generations = await (work if self.config.max_concurrency else self._load_poll.during(work))
         if finished:
             self._tail += finished[-1] - finished[int(TAIL_QUANTILE * (len(finished) - 1))]
         return generations
@@ -575,14 +574,25 @@ class EngineSampler(ABC):
     async def _complete_at(self, request: Request, seed: int, server: EngineServer) -> Generation:
         published = self.published  # a server loads others only after it has answered its open requests
         assert published is not None
-        heartbeat = self.config.heartbeat
-        check = partial(self.http.check_alive, server.url + self.health_route, heartbeat)
-        completion = await repeat_during(self.complete(server.url, request, seed >> 33), check, heartbeat)
+        completion = await self._heartbeat(server.url).during(self.complete(server.url, request, seed >> 33))
         if completion.weight_version not in (None, published.name):  # it restarted between two requests
             raise ServerUnavailableError(
                 f"it samples with the weights {completion.weight_version}; the current ones are {published.name}"
             )
         return self._validate(server.url, request, completion, published.version)
+
+    @cached_property
+    def _load_poll(self) -> SharedPoll:
+        """Adjusts the servers' limits while completions are awaited, in however many calls."""
+        return SharedPoll(partial(self.servers.adjust_limits, self.load_monitor.read), server_pool.LOAD_POLL_SECONDS)
+
+    def _heartbeat(self, url: str) -> SharedPoll:
+        """Return what looks whether a server lives while its replies are awaited."""
+        if url not in self._heartbeats:
+            seconds = self.config.heartbeat
+            check = partial(self.http.check_alive, url + self.health_route, seconds)
+            self._heartbeats[url] = SharedPoll(check, seconds)
+        return self._heartbeats[url]
 
     def _validate(self, url: str, request: Request, completion: EngineCompletion, version: int) -> Generation:
         """Return the generation up to its first end token. Raises EngineError if the reply is no completion of the request."""
@@ -756,27 +766,3 @@ def concat_generations(chunks: Sequence[Generation]) -> Generation:
         joined,
         SamplingMask.concat(masks) if masks else None,
     )
-
-
-T = TypeVar("T")
-
-
-async def repeat_during(work: Coroutine[Any, Any, T], action: Callable[[], Awaitable[None]], interval: float) -> T:
-    """Await `work`, and call `action` every `interval` seconds until it is done; an error of `action` cancels it. 0 = never."""
-    if not interval:
-        return await work
-
-    async def repeat() -> NoReturn:
-        while True:
-            await asyncio.sleep(interval)
-            await action()
-
-    task, repeating = asyncio.ensure_future(work), asyncio.ensure_future(repeat())
-    try:
-        await asyncio.wait([task, repeating], return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else repeating.result()
-    finally:
-        task.cancel()
-        repeating.cancel()
-        # also an error raised while it was being cancelled
-        await asyncio.gather(task, repeating, return_exceptions=True)

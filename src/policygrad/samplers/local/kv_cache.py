@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,28 @@ from transformers.cache_utils import (
 from policygrad.core.media import TextMedia, mark_slots, shift_media
 from policygrad.errors import ModelError
 
+if TYPE_CHECKING:
+    from policygrad.samplers.local.state_cache import StateCache
+
 GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
 """Finished rows stay in the cache until fewer than this fraction of its rows are active: dropping them copies the rest."""
 _CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
+
+
+@dataclass
+class PrefillCounts:
+    """Tokens of prompts."""
+
+    read: int = 0
+    shared: int = 0
+    """Not read, since what another text begins with likewise had been."""
+
+
+def weights_version(model: nn.Module) -> int:
+    """Return a number that changes when the weights are changed in place, except by a fused optimizer: `LocalSampler.update` is
+    called for that."""
+    return sum(p._version for p in model.parameters())
 
 
 class DecodeCache(Protocol):
@@ -68,13 +87,23 @@ class PlainDecodeCache:
     """A cache with one row per completion, for any kind of layer. Prompts are left-padded; so are rows that are read later than
     others, whose keys end in the same column."""
 
-    def __init__(self, model: nn.Module, pad: int, needs_equal_lengths: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pad: int,
+        needs_equal_lengths: bool = False,
+        texts: StateCache | None = None,
+        counts: PrefillCounts | None = None,
+    ) -> None:
         """
         Args:
             needs_equal_lengths: The model reads padding as a part of the text: DeepSeek V4 compresses blocks that are
                 counted from it.
+            texts: What is kept of texts that prompts may continue.
+            counts: Counts the tokens of prompts.
         """
         self.model, self.pad, self.needs_equal_lengths = model, pad, needs_equal_lengths
+        self.texts, self.counts = texts, counts or PrefillCounts()
         self.device = next(model.parameters()).device
         self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
 
@@ -89,7 +118,22 @@ class PlainDecodeCache:
     def read(
         self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
     ) -> tuple[Tensor, int]:
-        out, mask = prefill(self.model, prompts, self.pad, media)
+        if self.texts is None or any(media):
+            self.counts.read += sum(map(len, prompts))
+            return self._add(*prefill(self.model, prompts, self.pad, media), repeats, max_tokens)
+        logits, order, width, before = list[Tensor](), list[int](), 0, len(self.rows)
+        starts = repeats.cumsum(0) - repeats
+        for part in self.texts.read(self.model, prompts, self.pad):
+            which = torch.tensor(part.which, device=self.device)
+            new_logits, width = self._add(part.out, part.mask, repeats[which], max_tokens)
+            logits.append(new_logits)
+            order += [int(starts[i]) + n for i in part.which for n in range(int(repeats[i]))]
+        place = torch.tensor(order, device=self.device).argsort()  # of each new row among those that were read
+        self.rows = torch.cat([self.rows[:before], self.rows[before:][place]])
+        return torch.cat(logits)[place], width
+
+    def _add(self, out: Any, mask: Tensor, repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+        """Add `repeats[i]` rows for each prompt that was read; see `read`."""
         name, cache = get_cache(out, self.model)
         repeat_rows(cache, repeats, max_tokens)
         attention, width = mask.repeat_interleave(repeats, 0), mask.shape[1]

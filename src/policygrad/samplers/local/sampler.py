@@ -6,20 +6,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.core.batch import SamplingMask
+from policygrad.core.metrics import Metrics, Sum
 from policygrad.core.precision import move, widest_dtype
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import CompletionCallback, Generation, Request, RowsCallback, SamplingParams
-from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, DecodeCache, PlainDecodeCache, first_positions
+from policygrad.samplers.local.kv_cache import (
+    COMPACT_FRACTION,
+    DecodeCache,
+    PlainDecodeCache,
+    PrefillCounts,
+    first_positions,
+)
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
     supports_continuing,
+    supports_continuing_states,
     supports_padding,
     supports_shared_prefix,
 )
@@ -29,7 +38,12 @@ from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 if TYPE_CHECKING:
     from policygrad.models.moe_routing import Routing
+    from policygrad.samplers.local.arriving import Finish, Take
+    from policygrad.samplers.local.state_cache import StateCache
     from policygrad.samplers.local.text_cache import TextCache
+
+SHORT_PROMPT = 64
+"""Tokens up to which a prompt is too short for its beginning to be looked for in others, unless they are a conversation's."""
 
 
 class LocalSampler:
@@ -63,7 +77,7 @@ class LocalSampler:
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.cuda_graphs = cuda_graphs
-        self.caches_texts = routing is None  # those that may be continued
+        self.caches_texts = True  # until a later call, those that may be continued
         self.before_pass, self.decode = before_pass, decode
         self.memory = MemoryBudget("--decode-rows", "completions", self.device)
         """What limits the completions that are decoded at a time, once memory has run out."""
@@ -72,8 +86,9 @@ class LocalSampler:
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
         self._needs_equal_lengths = self._shares_at_attention = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
-        self._texts: TextCache | None = None  # of the last call
-        self._earlier_texts: TextCache | None = None  # of the call before, which this one's prompts may continue
+        self._texts: TextCache | StateCache | None = None
+        """What is cached of texts that prompts may begin with, with the current weights."""
+        self.prefill = PrefillCounts()  # since the last update
 
     @classmethod
     def from_tokenizer(
@@ -83,13 +98,18 @@ class LocalSampler:
         end, pad = tokenizer.end_ids, pad_token_id(tokenizer)
         return cls(model, end, pad, routing, cuda_graphs=cuda_graphs, decode=tokenizer.decode)
 
-    async def update(self, weights: PublishedWeights) -> None:
+    async def update(self, weights: PublishedWeights) -> Metrics:
         """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
         self.version, self._texts = weights.version, None
+        counts, self.prefill = self.prefill, PrefillCounts()
+        if not counts.shared:
+            return {}
+        read = {"sampler/prefill_tokens": counts.read, "sampler/prefill_shared": counts.shared}
+        return {name: Sum(float(n)) for name, n in read.items()}
 
     def clear_texts(self) -> None:
-        """Free the cached texts: none will be continued."""
+        """Free the cached texts: no prompt will begin with them."""
         self._texts = None
 
     @contextmanager
@@ -107,34 +127,88 @@ class LocalSampler:
         recording = nullcontext if self.routing is None else self.routing.recording
         if requests and self._shares_prefixes is None:
             with recording():
-                self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
-                if not self._shares_prefixes:
-                    self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
-                    self._shares_prefixes = self._shares_at_attention
-                if not self._shares_prefixes:
-                    self._needs_equal_lengths = not supports_padding(self.model, self.pad)
-        self._earlier_texts, self._texts = self._texts, None
-        if self._earlier_texts is not None and not self._earlier_texts.is_valid_for(self.model):
-            self._earlier_texts = None
-        if (
-            self._shares_prefixes
-            and not self._shares_at_attention
-            and self.caches_texts
-            and any(r.continues for r in requests)
-        ):
-            if self._continues is None:
-                self._continues = supports_continuing(self.model, self.pad)
-            if self._continues:
-                from policygrad.samplers.local.text_cache import TextCache
-
-                self._texts = TextCache(self.model)
+                self._test_model()
+        self._texts = self._open_texts(requests)
         for kind in dict.fromkeys(map(_decoded_together, requests)):
             indices = [i for i, r in enumerate(requests) if _decoded_together(r) == kind]
             with recording():
                 completed = self._generate_alike([requests[i] for i in indices])
             generations |= zip(indices, completed, strict=True)
-        self._earlier_texts = None
+        if not (self.caches_texts and any(request.continues for request in requests)):
+            self._texts = None
         return [generations[i] for i in range(len(requests))]
+
+    def generate_arriving(self, requests: Sequence[Request], take: Take, finish: Finish) -> None:
+        """Sample requests, and those that come meanwhile, which join the batch as soon as their prompts are read; return when all
+        are finished. The completions are those of `generate`.
+
+        Args:
+            take: Called before each token (on a GPU before every `cuda_graphs.STEPS`); returns what has come.
+            finish: Called with each completion when it ends.
+        """
+        from policygrad.samplers.local.arriving import ArrivingLoop
+
+        if self.routing is not None or self.before_pass is not None:
+            raise ValueError("requests join a batch only where no experts are recorded and all use the same weights")
+        if self._shares_prefixes is None:
+            self._test_model()
+        self._texts = self._open_texts(requests)
+        loop = ArrivingLoop(
+            requests,
+            self.end,
+            self.pad,
+            take,
+            finish,
+            self.version,
+            decode=self.decode,
+            decodes_ahead=self.decodes_ahead and bool(self._shares_prefixes),
+            texts=None if self._shares_at_attention else self._texts,
+            memory=self.memory,
+            is_abandoned=self.is_abandoned,
+        )
+        self._run(loop)
+
+    def _test_model(self) -> None:
+        """Find out how this model's prompts are read and kept."""
+        self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
+        if not self._shares_prefixes:
+            self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
+            self._shares_prefixes = self._shares_at_attention
+        if not self._shares_prefixes:
+            self._needs_equal_lengths = not supports_padding(self.model, self.pad)
+
+    def _open_texts(self, requests: Sequence[Request]) -> TextCache | StateCache | None:
+        """Return what is cached of texts, prepared for the prompts of these requests; None = nothing is, nor is to be."""
+        texts, keeps = self._texts, self.caches_texts and any(request.continues for request in requests)
+        if texts is not None and not texts.is_valid_for(self.model):
+            texts = None
+        prompts = list({id(r.prompt_ids): r.prompt_ids for r in requests if not r.media}.values())
+        can_share = self.routing is None and self.before_pass is None and not self._needs_equal_lengths
+        if not can_share or not (keeps or sum(len(prompt) > SHORT_PROMPT for prompt in prompts) > 1):
+            return texts if can_share else None
+        from policygrad.samplers.local.beginnings import may_share
+
+        if texts is None and not keeps and not may_share(prompts):
+            return None
+        if self._continues is None:
+            if self._shares_prefixes:
+                self._continues = supports_continuing(self.model, self.pad, at_attention=self._shares_at_attention)
+            else:
+                self._continues = supports_continuing_states(self.model, self.pad)
+        if not self._continues:
+            return None
+        if texts is None:
+            if self._shares_prefixes:
+                from policygrad.samplers.local.text_cache import TextCache
+
+                texts = TextCache(self.model, self.prefill)
+            else:
+                from policygrad.samplers.local.state_cache import StateCache
+
+                texts = StateCache(self.model, self.prefill)
+        texts.counts, texts.keeps_prompts = self.prefill, keeps
+        texts.plan(prompts)
+        return texts
 
     def _generate_alike(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the generations of requests that are decoded together; of fewer at a time if memory runs out."""
@@ -153,25 +227,34 @@ class LocalSampler:
             self.pad,
             self.routing,
             decodes_ahead,
-            self._texts,
+            None if self._shares_at_attention else self._texts,
             self.before_pass,
             detector,
             self.memory,
             self.is_abandoned,
         )
+        return self._run(loop)
+
+    def _run(self, loop: DecodeLoop) -> list[Generation]:
+        """Run a loop; with fewer completions at a time if memory runs out."""
 
         def work() -> list[Generation]:
-            cache: DecodeCache = PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths)
-            if self._shares_prefixes:
-                at_attention = self._shares_at_attention
-                cache = SharedPrefixCache(self.model, self.pad, self._earlier_texts, at_attention=at_attention)
+            cache = self._make_cache()
             return loop.run(cache, self.version, self._callback)
 
         def undo() -> None:
-            self._texts = self._earlier_texts = loop.texts = None  # they save time, not memory
+            self._texts = loop.texts = None  # they save time, not memory
             loop.restart()
 
         return self.memory.run(work, undo)
+
+    def _make_cache(self) -> DecodeCache:
+        """Return an empty cache of the kind that this model decodes with."""
+        texts: Any = self._texts
+        if self._shares_prefixes:
+            at_attention = self._shares_at_attention
+            return SharedPrefixCache(self.model, self.pad, texts, at_attention=at_attention, counts=self.prefill)
+        return PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths, texts, self.prefill)
 
 
 def _decoded_together(request: Request) -> tuple[object, ...]:
@@ -195,7 +278,7 @@ class DecodeLoop:
         pad: int,
         routing: Routing | None,
         decodes_ahead: bool = False,
-        texts: TextCache | None = None,
+        texts: TextCache | StateCache | None = None,
         before_pass: RowsCallback | None = None,
         detector: StopDetector | None = None,
         memory: MemoryBudget | None = None,
@@ -261,7 +344,8 @@ class DecodeLoop:
     def run(self, cache: DecodeCache, version: int, callback: CompletionCallback | None = None) -> list[Generation]:
         """Return the generations in the order of the requests."""
         logits: Tensor | None = None
-        while self.queue or len(self.active):
+        while self.queue or len(self.active) or self.has_arrivals():
+            self.admit()
             # take the next prompts for which there are slots: at most so many rows, or one prompt
             slots, occupied, groups = self.slots, len(self.active), list[list[int]]()
             if not occupied or (cache.supports_refill and slots - occupied >= _REFILL_FRACTION * slots):
@@ -318,6 +402,13 @@ class DecodeLoop:
             for i, (ids, p, n, end) in enumerate(ends)
         ]
 
+    def admit(self) -> None:
+        """Queue requests that have come meanwhile: here none do."""
+
+    def has_arrivals(self) -> bool:
+        """Return whether `admit` would queue something."""
+        return False
+
     def _end_abandoned(self, active: Tensor, count: Tensor) -> None:
         """Let completions that nobody waits for end with their next token; active, count: [N] as in the loop."""
         if self.is_abandoned is None:
@@ -354,9 +445,8 @@ class DecodeLoop:
             self._end_abandoned(decoder.active, decoder.count)
             remaining = rows - int(reported.sum())
             slots = self.slots - remaining
-            if remaining < COMPACT_FRACTION * rows or (
-                self.queue and slots >= max(_REFILL_FRACTION * self.slots, len(self.queue[0]))
-            ):
+            has_room = self.queue and slots >= max(_REFILL_FRACTION * self.slots, len(self.queue[0]))
+            if remaining < COMPACT_FRACTION * rows or has_room or self.has_arrivals():
                 self._cache_texts(cache, reported)
                 order = cache.keep_rows((~reported).nonzero().squeeze(1))
                 self.active, self.count = decoder.active[order], decoder.count[order]
@@ -378,11 +468,12 @@ class DecodeLoop:
         """Keep the texts of finished rows that may be continued. The last token of each has not been read by the model."""
         if self.texts is None or not isinstance(cache, SharedPrefixCache):
             return
+        texts: Any = self.texts
         for row in finished.nonzero().squeeze(1).tolist():
             index = int(self.active[row])
             if self.requests[index].continues and not self.requests[index].media:
                 read = int(self.length[index]) - 1
-                self.texts.add(self.read_ids(index, read), cache.copy_text(row, read))
+                texts.add(self.read_ids(index, read), partial(cache.copy_text, row, read))
 
     def read_ids(self, index: int, sampled: int) -> Tensor:
         """Return the ids [P + t] that a request's row has read."""
@@ -391,6 +482,23 @@ class DecodeLoop:
     def _sample(self, cache: DecodeCache, logits: Tensor) -> Tensor:
         """Sample one token per active row and remove finished rows; return the tokens [N] of the remaining ones."""
         active, count = self.active, self.count
+        token, stops = self._draw(cache, logits, active, count)
+        count = count + 1
+        finished = stops | (count >= self.limit[active])
+        if finished.any():
+            self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
+            self._cache_texts(cache, finished)
+            order = cache.keep_rows((~finished).nonzero().squeeze(1))
+            active, count, token = active[order], count[order], token[order]
+        self.active, self.count = active, count
+        return token
+
+    def _draw(self, cache: DecodeCache, logits: Tensor, active: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample and store a token for each of the rows `active` [N], of which `count` [N] are sampled.
+
+        Returns:
+            The tokens [N], and which of them end the completion.
+        """
         check_finite_logits(
             logits, self.sampling, cache.model, lambda row: self.read_ids(int(active[row]), int(count[row]))
         )
@@ -402,18 +510,10 @@ class DecodeLoop:
                 self.masks[i].append(ids)
         token, logp = sample_tokens(logits, self.u[active, count], sampling)
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
-        count = count + 1
         stops = torch.isin(token, self.end)
         if self.detector is not None:
-            stops |= self._reach_stop_text(token, active, count)
-        finished = stops | (count >= self.limit[active])
-        if finished.any():
-            self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
-            self._cache_texts(cache, finished)
-            order = cache.keep_rows((~finished).nonzero().squeeze(1))
-            active, count, token = active[order], count[order], token[order]
-        self.active, self.count = active, count
-        return token
+            stops |= self._reach_stop_text(token, active, count + 1)
+        return token, stops
 
     def _reach_stop_text(self, token: Tensor, active: Tensor, count: Tensor) -> Tensor:
         """Return [N] bool: the rows whose last token, `token`, has completed a stop text."""

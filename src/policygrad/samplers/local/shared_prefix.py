@@ -31,7 +31,7 @@ from policygrad.models.attention import (
 )
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
-from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
+from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, PrefillCounts, prefill
 from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -53,15 +53,23 @@ class SharedPrefixCache:
     needs_equal_lengths = False
 
     def __init__(
-        self, model: nn.Module, pad: int, texts: TextCache | None = None, *, at_attention: bool = False
+        self,
+        model: nn.Module,
+        pad: int,
+        texts: TextCache | None = None,
+        *,
+        at_attention: bool = False,
+        counts: PrefillCounts | None = None,
     ) -> None:
         """
         Args:
             texts: Texts that prompts may continue.
+            counts: Counts the tokens of prompts.
             at_attention: Keys and values are taken where layers attend (`models.attention.attend`), not where they are cached:
                 latent attention caches what it computes them from, and would compute all of them again for every token.
         """
         self.model, self.pad, self.texts, self.windows = model, pad, texts, find_windows(model)
+        self.counts = counts or PrefillCounts()
         self.at_attention = at_attention
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -80,30 +88,18 @@ class SharedPrefixCache:
         self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int, media: Sequence[TextMedia] = ()
     ) -> tuple[Tensor, int]:
         self.layout.column = None
-        attended = dict[int, tuple[Tensor, Tensor]]()
-
-        def keep(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            attended[module.layer_idx] = key, value
-            return key, value
-
-        with handling_keys(keep) if self.at_attention else nullcontext():
-            if self.texts is None or any(media):
-                out, mask = prefill(self.model, prompts, self.pad, media, keep_all=True)
-            else:
-                out, mask = self.texts.prefill(self.model, prompts, self.pad)
-        _, cache = kv_cache.get_cache(out, self.model)
-        if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            raise UnsupportedError("layers of the model's own")
-        kept = attended.values() if self.at_attention else [(layer.keys, layer.values) for layer in cache.layers]
-        padding = (mask == 0)[:, None, :, None]
-        pairs = [[x.masked_fill(padding, 0) for x in pair] for pair in kept]
+        if self.texts is None or any(media):
+            self.counts.read += sum(map(len, prompts))
+            logits, mask, pairs = self._prefill(prompts, media)
+        else:
+            logits, mask, pairs = self._prefill_continuing(self.texts, prompts)
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
-            self.layout.used, self.cache = 0, cache
+            self.layout.used, self.cache = 0, DynamicCache()
             windows = zip(self.windows, pairs, strict=True)
             self.layers = [SharedPrefixLayer(k, v, new, self.layout, window) for window, (k, v) in windows]
-            cache.layers = [PassingLayer(self.layout) for _ in self.layers] if self.at_attention else list(self.layers)
-            self.places = {number: place for place, number in enumerate(attended)}
+            passing = [PassingLayer(self.layout) for _ in self.layers]
+            self.cache.layers = passing if self.at_attention else list(self.layers)
             self.prompt_mask = mask
         else:
             for layer, (k, v) in zip(self.layers, pairs, strict=True):
@@ -114,7 +110,58 @@ class SharedPrefixCache:
         self.owner = torch.cat([self.owner, ids.repeat_interleave(repeats)])
         self.start = torch.cat([self.start, self.start.new_full((new,), self.layout.used)])
         self._update_layout()
-        return out.logits[:, -1].repeat_interleave(repeats, 0), mask.shape[1]
+        return logits.repeat_interleave(repeats, 0), mask.shape[1]
+
+    def _prefill(
+        self, prompts: Sequence[Tensor], media: Sequence[TextMedia] = (), texts: TextCache | None = None
+    ) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+        """Read prompts in one pass.
+
+        Returns:
+            The logits [C, V] after each, the mask [C, L] of what are tokens, and each layer's keys and values [C, H, L, D].
+        """
+        attended = dict[int, tuple[Tensor, Tensor]]()
+
+        def keep(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            attended[module.layer_idx] = key, value
+            return key, value
+
+        with handling_keys(keep) if self.at_attention else nullcontext():
+            if texts is None:
+                out, mask = prefill(self.model, prompts, self.pad, media, keep_all=True)
+            else:
+                out, mask = texts.prefill(self.model, prompts, self.pad)
+        _, cache = kv_cache.get_cache(out, self.model)
+        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            raise UnsupportedError("layers of the model's own")
+        if texts is not None and texts.keeps_prompts:
+            texts.add_read(cache, prompts, mask.shape[1])
+        self.places = {number: place for place, number in enumerate(attended)}
+        kept = attended.values() if self.at_attention else [(layer.keys, layer.values) for layer in cache.layers]
+        padding = (mask == 0)[:, None, :, None]
+        return out.logits[:, -1], mask, [[x.masked_fill(padding, 0) for x in pair] for pair in kept]
+
+    def _prefill_continuing(
+        self, texts: TextCache, prompts: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+        """Read prompts of which something may be cached, in one pass or a few; returns as `_prefill`."""
+        texts.read_beginnings(self.model, prompts, self.pad)
+        divided = texts.divide(prompts)
+        parts = [self._prefill([prompts[i] for i in which], texts=texts) for which in divided]
+        if len(parts) == 1:
+            return parts[0]
+        width = max(mask.shape[1] for _, mask, _ in parts)
+        order = torch.tensor([i for which in divided for i in which], device=self.device).argsort()
+
+        def join(padded: Sequence[Tensor]) -> Tensor:
+            return torch.cat(list(padded)).index_select(0, order)
+
+        pairs = [
+            [join([F.pad(x, (0, 0, width - x.shape[2], 0)) for x in of_parts]) for of_parts in zip(*layer, strict=True)]
+            for layer in zip(*(pairs for _, _, pairs in parts), strict=True)
+        ]
+        mask = join([F.pad(mask, (width - mask.shape[1], 0)) for _, mask, _ in parts])
+        return join([logits for logits, _, _ in parts]), mask, pairs
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         layout = self.layout
@@ -195,15 +242,16 @@ class SharedPrefixCache:
             self._update_layout()
         return order
 
-    def copy_text(self, row: int, tokens: int) -> LayerTensors:
-        """Return copies of the keys and values of a row's prompt and its first `tokens` tokens."""
+    def copy_text(self, row: int, tokens: int, start: int = 0) -> LayerTensors:
+        """Return copies of the keys and values of a row's prompt and its first `tokens` tokens, from token `start` on."""
         prompt, first = int(self.owner[row]), int(self.start[row])
-        is_token = self.prompt_mask[prompt] == 1
+        length, width = int(self.prompt_mask[prompt].sum()), self.prompt_mask.shape[1]
+        of_prompt = slice(width - length + min(start, length), width)
+        of_row = slice(first + max(0, start - length), first + tokens)
         texts = []
         for layer in self.layers:
-            before = (x[prompt][:, is_token] for x in layer.prompt)
-            of_row = (x[row, :, first : first + tokens] for x in layer.row_buffers)
-            keys, values = (torch.cat(pair, 1) for pair in zip(before, of_row, strict=True))
+            pairs = zip(layer.prompt, layer.row_buffers, strict=True)
+            keys, values = (torch.cat([x[prompt][:, of_prompt], y[row, :, of_row]], 1) for x, y in pairs)
             texts.append((keys, values))
         return texts
 
@@ -595,24 +643,62 @@ def _shares_prefixes(model: nn.Module, pad: int, at_attention: bool) -> bool:
 
 
 @torch.no_grad()
-def supports_continuing(model: nn.Module, pad: int) -> bool:
-    """Return True if a text that continues a cached one gets the logits of the whole text, beside one that continues none."""
+def supports_continuing(model: nn.Module, pad: int, *, at_attention: bool = False) -> bool:
+    """Return True if texts that continue a cached one, in different places, get the logits of the whole text, beside one that
+    continues none."""
     from policygrad.samplers.local.text_cache import TextCache
 
-    cache, texts = SharedPrefixCache(model, pad), TextCache(model)
-    tokens = torch.arange(24, device=cache.device).view(2, 12) * 5 % 7 + 1
-    cache.read([tokens[0, :7], tokens[1, :4]], torch.tensor([1, 1], device=cache.device), 4)
-    cache.step(tokens[[0, 1], [7, 4]], torch.tensor([7, 4], device=cache.device))
-    texts.add(tokens[0, :8].cpu(), cache.copy_text(0, 1))
-    prompts = [tokens[0, :11], tokens[1, :3]]
-    expected = _last_logits(model, prompts).float()
+    tokens = torch.arange(36, device=next(model.parameters()).device).view(3, 12) * 5 % 7 + 1
+    prompts = [tokens[0, :11], torch.cat([tokens[0, :5], tokens[2, :3]]), tokens[1, :3]]
+    with short_windows(model):
+        expected = _last_logits(model, prompts).float()
+        effect = float((expected[0] - expected[1]).abs().max())
+        try:
+            texts = TextCache(model, keeps_prompts=True)
+            cache = SharedPrefixCache(model, pad, texts, at_attention=at_attention)
+            begun = [tokens[0, :7].cpu(), tokens[1, :4].cpu()]
+            cache.read(begun, torch.tensor([1, 1], device=cache.device), 4)
+            if not at_attention:
+                cache.step(tokens[[0, 1], [7, 4]], torch.tensor([7, 4], device=cache.device))
+                texts.add(tokens[0, :8].cpu(), lambda start: cache.copy_text(0, 1, start))
+            actual, _ = SharedPrefixCache(model, pad, texts, at_attention=at_attention).read(
+                [p.cpu() for p in prompts], torch.tensor([1, 1, 1], device=cache.device), 4
+            )
+        except Exception:  # as above: texts are then read whole
+            return False
+    return texts.counts.shared > 0 and _is_close(model, actual, expected, effect)
+
+
+@torch.no_grad()
+def supports_continuing_states(model: nn.Module, pad: int) -> bool:
+    """Return True if prompts that begin alike get the logits of the whole text from a `StateCache`, beside one that begins
+    otherwise, also after another token."""
+    from policygrad.samplers.local.state_cache import StateCache
+
+    tokens = torch.arange(36, device=next(model.parameters()).device).view(3, 12) * 5 % 7 + 1
+    prompts = [tokens[0, :11], tokens[1, :3], torch.cat([tokens[0, :7], tokens[2, :2]]), tokens[0, :9]]
+    sequences = [torch.cat([p, tokens[2, 3:4]]) for p in prompts]
+    expected, after = _last_logits(model, prompts).float(), _last_logits(model, sequences).float()
     effect = float((expected[0] - expected[1]).abs().max())
+    repeats = torch.ones(len(prompts), dtype=torch.int64, device=tokens.device)
     try:
-        actual, _ = SharedPrefixCache(model, pad, texts).read(
-            [p.cpu() for p in prompts], torch.tensor([1, 1], device=cache.device), 4
-        )
-    except Exception:  # as above: texts are then read whole
+        texts = StateCache(model, keeps_prompts=True)
+        texts.call_tokens = 0
+        PlainDecodeCache(model, pad, texts=texts).read([tokens[0, :7].cpu()], repeats[:1], 4)
+        cache = PlainDecodeCache(model, pad, texts=texts)
+        actual, _ = cache.read([p.cpu() for p in prompts], repeats, 4)
+        if not cache.supports_refill:
+            return False
+        positions = torch.tensor([len(p) for p in prompts], device=tokens.device)
+        next_actual = cache.step(tokens[2, 3].expand(len(prompts)), positions)
+    except Exception:  # as above
         return False
+    is_close = _is_close(model, actual, expected, effect) and _is_close(model, next_actual, after, effect)
+    return texts.counts.shared > 0 and is_close
+
+
+def _is_close(model: nn.Module, actual: Tensor, expected: Tensor, effect: float) -> bool:
+    """Return whether logits differ by less than a small part of what another text makes of them."""
     is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     return float((actual.float() - expected).abs().max()) <= (0.05 if is_half else 1e-4) * effect
 
