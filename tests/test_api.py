@@ -33,7 +33,7 @@ Entropy ExactEntropy ExactKLToOld ExactKLToReference FIPO FixedLength FutureKL G
 GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup
 GroupMean GroupStd GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance
 KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE LogClip M2PO
-MAGISTRAL MAXRL MaskTruncated MaskedIS MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD OTB
+MAGISTRAL MAXRL MaskTruncated MaskedIS MismatchMask MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD OTB
 ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL
 PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE REINFORCE_PP
 REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardZScores RunningMean SAPO SCALE_RL SDFT SDPO

@@ -26,6 +26,7 @@ _HOME = {
         "SecondMomentFilter SigmoidGate TaperedImportance UnitWeight ClippedImportance FutureKL "
         "ClassificationWeight"
     ),
+    "policygrad.core.mismatch": "MismatchMask",
     "policygrad.core.objective": "gate_weight",
     "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",

@@ -303,23 +303,23 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.filters.DropZeroVariance", None, (f"{filters}_enable", f"{filters}_range"), note)
     else:
         yield Line("algorithm.filters", [], ())
-    kind = options.text(f"{own}_type")
-    if options.flag(f"{own}_enable") and kind in ("tis", "icepop"):
-        low, high = options.pair(f"{own}_threshold")
-        part = "TruncatedIS" if kind == "tis" else "MaskedIS"
-        yield Line(f"algorithm.corrections.{part}", None, (f"{own}_enable", f"{own}_type"))
-        if kind == "tis":
-            note = "weights below the lower bound are not raised"
-            yield Line("algorithm.corrections.TruncatedIS.cap", high, (f"{own}_threshold",), note)
-        else:
-            yield Line("algorithm.corrections.MaskedIS.low", low, (f"{own}_threshold",))
-            yield Line("algorithm.corrections.MaskedIS.high", high, (f"{own}_threshold",))
-    else:
+    yield from _answer_corrections(options, own)
+
+
+def _answer_corrections(options: Options, own: str) -> Iterator[Outcome]:
+    kind, source = options.text(f"{own}_type"), (f"{own}_threshold",)
+    if not options.flag(f"{own}_enable"):
         yield Line("algorithm.corrections", [], ())
-        if options.flag(f"{own}_enable"):
-            yield Left(
-                f"{own}_type", f"{kind}, weights of completions whose geometric mean is in range, has no equivalent"
-            )
+        return
+    low, high = options.pair(f"{own}_threshold")
+    part = {"tis": "TruncatedIS", "icepop": "MaskedIS"}.get(kind, "MismatchMask")
+    key = f"algorithm.corrections.{part}"
+    yield Line(key, None, (f"{own}_enable", f"{own}_type"))
+    yield Line(f"{key}.{'cap' if kind == 'tis' else 'high'}", high, source)
+    yield Line(f"{key}.low", low, source)
+    if part == "MismatchMask":  # seq-mask-tis weighs the tokens of the completions that it keeps, without a bound
+        yield Line("algorithm.corrections.TruncatedIS", None, (f"{own}_type",))
+        yield Line("algorithm.corrections.TruncatedIS.cap", float("inf"), (f"{own}_type",))
 
 
 def answer_batches(options: Options) -> Iterator[Outcome]:
