@@ -10,15 +10,17 @@ _HOME = {
         "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO "
         "VINEPPO SPIRAL OPSD SDFT SDPO ECHO OTB"
     ),
+    "policygrad.core.adjustments": "ClipAdvantage TeacherBonus",
     "policygrad.core.advantages": (
         "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd "
-        "LeaveOneOut OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean "
+        "LeaveOneOut MarginalMax OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean "
         "TeacherLogRatio"
     ),
     "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
     "policygrad.core.filters": (
-        "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
+        "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand "
+        "RewardRange"
     ),
     "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.core.gates": (
@@ -30,7 +32,7 @@ _HOME = {
     "policygrad.core.objective": "gate_weight",
     "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
-    "policygrad.core.shaping": "KLInReward SoftOverlong",
+    "policygrad.core.shaping": "ClipReward GroupLength KLInReward RunningScale SoftOverlong",
     "policygrad.core.terms": (
         "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
         "PositiveNLL ObservationNLL"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from doubles.part_variants import CORRECTIONS
+from doubles.part_variants import CORRECTIONS, SIGNALS
 from policygrad.core.advantages import FrozenRunningMean
 from policygrad.papers.completions import (
     Completion,
@@ -574,7 +574,7 @@ TURNS: dict[str, Variant] = {
     ),
 }
 
-TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS | CORRECTIONS
+TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS | CORRECTIONS | SIGNALS
 
 FILLED_BY = {
     "weight": ("weight",),

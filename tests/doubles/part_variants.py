@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
 import policygrad as pg
+from policygrad.core.shaping import FrozenRunningScale
 from policygrad.papers.completions import (
     Completion,
     Prompts,
@@ -187,5 +189,158 @@ CORRECTIONS: dict[str, Variant] = {
     "truncated IS of mean 1 over completions": (
         with_mask(pg.TruncatedIS(1.3, "sequence", normalise=True)),
         weighted(lambda u: [min(math.exp(sum(u)), 1.3)] * len(u), "completions"),
+    ),
+}
+
+
+# Rewards, advantages, filters and averages.
+
+PLAIN = replace(pg.GRPO, terms=())
+
+
+def sequence_mean(advantage: Callable[[Completion, list[Completion]], list[float]]) -> Objective:
+    """1/B Σ_i 1/|o_i| Σ_t min(r Â, clip(r) Â)."""
+
+    def objective(prompts: Prompts, max_tokens: int) -> Tensor:
+        J = total([])
+        for outputs in prompts:
+            for o in outputs:
+                A = advantage(o, outputs)
+                J = J + total(clipped_surrogate(o, t, A[t]) for t in range(len(o))) / len(o)
+        return J / max(1, sum(map(len, prompts)))
+
+    return objective
+
+
+def by_reward(reward: Callable[[Completion, list[Completion]], float]) -> Objective:
+    """The z-score of a reward that is shaped first."""
+
+    def objective(prompts: Prompts, max_tokens: int) -> Tensor:
+        shaped = [[replace(o, reward=reward(o, outputs)) for o in outputs] for outputs in prompts]
+        return z_score(shaped, max_tokens)
+
+    return objective
+
+
+def z(o: Completion, outputs: list[Completion]) -> float:
+    return group_z_score(o, outputs) if len(outputs) > 1 else 0.0
+
+
+z_score = sequence_mean(lambda o, outputs: [z(o, outputs)] * len(o))
+
+
+def others_of(o: Completion, outputs: list[Completion]) -> list[float]:
+    return [p.reward for p in outputs if p is not o]
+
+
+def leave_one_out_score(o: Completion, outputs: list[Completion]) -> list[float]:
+    others = others_of(o, outputs)
+    if not others or len({p.reward for p in outputs}) == 1:
+        return [0.0] * len(o)
+    A = o.reward - mean_of(others)
+    if len(others) > 1 and len(set(others)) > 1:
+        A /= statistics.stdev(others) + 1e-4
+    return [A] * len(o)
+
+
+def lead(o: Completion, outputs: list[Completion]) -> float:
+    others = others_of(o, outputs)
+    return max(o.reward, *others) - max(others) if others else 0.0
+
+
+def lead_over_std(o: Completion, outputs: list[Completion]) -> list[float]:
+    rewards = [p.reward for p in outputs]
+    return [lead(o, outputs) / (statistics.stdev(rewards) + 1e-6) if len({*rewards}) > 1 else 0.0] * len(o)
+
+
+def beside_teacher(o: Completion, outputs: list[Completion]) -> list[float]:
+    """The z-score, plus 0.3 of the teacher's log-ratio, at most 0.2 nats of it."""
+    gaps = [min(max(a - b, -0.2), 0.2) for a, b in zip(o.ref, o.old, strict=True)]
+    return [z(o, outputs) + 0.3 * gap for gap in gaps]
+
+
+def later_beside_teacher(o: Completion, outputs: list[Completion]) -> list[float]:
+    """R less the mean, plus 0.5 Σ_{s≥t} 0.9^{s−t} of the teacher's log-ratio."""
+    A = o.reward - mean_of([p.reward for p in outputs]) if len(outputs) > 1 else 0.0
+    gaps = [a - b for a, b in zip(o.ref, o.old, strict=True)]
+    return [A + 0.5 * sum(0.9 ** (s - t) * gaps[s] for s in range(t, len(o))) for t in range(len(o))]
+
+
+def with_length(o: Completion, outputs: list[Completion]) -> float:
+    """Kimi k1.5, sec. 2.3.3, weighed by 0.7."""
+    lengths = [len(p) for p in outputs]
+    if max(lengths) == min(lengths):
+        return o.reward
+    rate = 0.5 - (len(o) - min(lengths)) / (max(lengths) - min(lengths))
+    return o.reward + 0.7 * (rate if o.reward >= 1 else min(0.0, rate))
+
+
+def running_scale(prompts: Prompts, max_tokens: int) -> Tensor:
+    """Three scores 0, 1, 2 before; then the rollout's, and the std over them all. Without a baseline: Ψ = R."""
+    scores = [0.0, 1.0, 2.0, *(o.reward for o in completions(prompts))]
+    mean, std = mean_of(scores), statistics.stdev(scores)
+    return sequence_mean(lambda o, outputs: [(o.reward - mean) / (std + 1e-7)] * len(o))(prompts, max_tokens)
+
+
+def where(keep: Callable[[list[float]], bool], objective: Objective = z_score) -> Objective:
+    def of_kept(prompts: Prompts, max_tokens: int) -> Tensor:
+        return objective([outputs for outputs in prompts if keep([o.reward for o in outputs])], max_tokens)
+
+    return of_kept
+
+
+def token_sum(prompts: Prompts, max_tokens: int) -> Tensor:
+    """Σ_i Σ_t min(r Â, clip(r) Â)."""
+    return total(clipped_surrogate(o, t, z(o, outputs)) for outputs in prompts for o in outputs for t in range(len(o)))
+
+
+def total_variation(prompts: Prompts, max_tokens: int) -> Tensor:
+    """The z-score's objective, minus 0.3/B Σ_i 1/|o_i| Σ_t |log π_θ − log π_ref|."""
+    penalty = total(total(o.u(t).abs() for t in range(len(o))) / len(o) for o in completions(prompts))
+    return z_score(prompts, max_tokens) - 0.3 * penalty / max(1, sum(map(len, prompts)))
+
+
+P = pg.parts
+SIGNALS: dict[str, Variant] = {
+    "leave-one-out score": (
+        replace(PLAIN, advantage=(pg.LeaveOneOut(), pg.GroupStd(leave_one_out=True))),
+        sequence_mean(leave_one_out_score),
+    ),
+    "lead over the second": (
+        replace(PLAIN, advantage=(P.MarginalMax(),)),
+        sequence_mean(lambda o, outputs: [lead(o, outputs)] * len(o)),
+    ),
+    "lead over the second, per std": (
+        replace(PLAIN, advantage=(P.MarginalMax(), pg.GroupStd(eps=1e-6))),
+        sequence_mean(lead_over_std),
+    ),
+    "clipped advantages": (
+        replace(PLAIN, advantage=(*PLAIN.advantage, P.ClipAdvantage(-0.4, 0.8))),
+        sequence_mean(lambda o, outputs: [min(max(z(o, outputs), -0.4), 0.8)] * len(o)),
+    ),
+    "a teacher beside the reward": (
+        replace(PLAIN, advantage=(*PLAIN.advantage, P.TeacherBonus(0.3, clip=0.2))),
+        sequence_mean(beside_teacher),
+    ),
+    "a teacher beside the reward, to go": (
+        replace(PLAIN, advantage=(pg.GroupMean(), P.TeacherBonus(0.5, 0.9))),
+        sequence_mean(later_beside_teacher),
+    ),
+    "clipped rewards": (
+        replace(PLAIN, shaping=(P.ClipReward(-0.5, 0.6),)),
+        by_reward(lambda o, outputs: min(max(o.reward, -0.5), 0.6)),
+    ),
+    "rewards on a running scale": (
+        replace(PLAIN, advantage=(), shaping=(FrozenRunningScale(count=3, mean=1.0, square=2.0),)),
+        running_scale,
+    ),
+    "length within the group": (replace(PLAIN, shaping=(P.GroupLength(0.7),)), by_reward(with_length)),
+    "a range of mean rewards": (
+        replace(PLAIN, filters=(P.RewardRange("drop", low=-0.3, high=0.6),)),
+        where(lambda rewards: -0.3 < mean_of(rewards) < 0.6),
+    ),
+    "a tolerance of rewards": (
+        replace(PLAIN, filters=(pg.DropZeroVariance("drop", tolerance=1.7),)),
+        where(lambda rewards: max(rewards) - min(rewards) > 1.7),
     ),
 }
