@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.parts import MismatchMask
+from policygrad.parts import ClipAdvantage, MarginalMax, MismatchMask, TeacherBonus
 
 Comparison = tuple[str, Callable[[], float]]
 ROWS, WIDTH, SIZE = 24, 7, 4
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     if not checkouts or not {*checkouts} <= {*LIBRARIES}:
         print(__doc__)
         return 2
+    torch.set_default_dtype(torch.float64)
     worst = 0.0
     for library, checkout in checkouts.items():
         commit = _git(checkout, "rev-parse", "--short", "HEAD").strip()
@@ -169,6 +170,33 @@ def compare_verl(checkout: str) -> Iterator[Comparison]:
 
             yield f"rollout_is {level}, normalised {normalise}: {weights.formula}", over_seeds(weigh)
 
+    core = "verl/trainer/ppo/core_algos.py"
+    passk = load(checkout, core, "compute_grpo_passk_outcome_advantage").compute_grpo_passk_outcome_advantage
+    for normalise in (False, True):
+        chain = (MarginalMax(), pg.GroupStd(eps=1e-6)) if normalise else (MarginalMax(),)
+
+        def lead(batch: pg.Batch, normalise: bool = normalise, chain: tuple[pg.Advantage, ...] = chain) -> float:
+            config = {"norm_adv_by_std_in_grpo": normalise}
+            rewards = at_last_token(batch)
+            expected = passk(rewards, batch.mask.double(), batch.group.tolist(), config=config)[0]
+            return apart(expected, advantages(batch, *chain), batch.mask)
+
+        yield f"grpo_passk, normalised {normalise}: {'; '.join(link.formula for link in chain)}", over_seeds(lead)
+    forward = load(checkout, core, "kl_penalty_forward").kl_penalty_forward
+
+    def total_variation(batch: pg.Batch) -> float:
+        term = pg.KLToReference(1.0, "abs")
+        leaf = batch.logp_old.clone().requires_grad_()  # type: ignore[union-attr]
+        theirs_ = torch.autograd.grad(forward(leaf, batch.logp_ref, "abs").sum(), leaf)[0]
+        return apart(theirs_, -term.score(pg.Forward(leaf), batch, leaf), batch.mask)
+
+    yield "kl_penalty abs: KLToReference(form='abs')", over_seeds(total_variation)
+
+
+def at_last_token(batch: pg.Batch) -> Tensor:
+    last = torch.nn.functional.one_hot(batch.lengths - 1, WIDTH).double()
+    return batch.reward[:, None] * last
+
 
 # SkyRL.
 
@@ -262,11 +290,70 @@ def compare_prime_rl(checkout: str) -> Iterator[Comparison]:
     yield f"ipo_loss_fn: {mask.formula}", over_seeds(compare)
 
 
+# NeMo-RL.
+
+
+def compare_nemo(checkout: str) -> Iterator[Comparison]:
+    path, name = "nemo_rl/algorithms/utils.py", "calculate_baseline_and_std_per_prompt"
+    estimate = load(checkout, path, name).calculate_baseline_and_std_per_prompt
+    clip = load(checkout, "nemo_rl/algorithms/grpo.py", "_clip_grpo_advantages")._clip_grpo_advantages
+    chain = (pg.LeaveOneOut(), pg.GroupStd(eps=1e-6, leave_one_out=True))
+
+    def expected(batch: pg.Batch) -> Tensor:
+        """R − baseline, divided by std + 1e-6 where the std is above 0, as GRPOAdvantageEstimator.compute_advantage has it."""
+        valid = torch.ones_like(batch.reward)
+        baseline, std = estimate(batch.group[:, None], batch.reward, valid, leave_one_out_baseline=True)
+        psi = batch.reward - baseline
+        return torch.where(std > 0, psi / (std + 1e-6), psi)[:, None].expand(batch.mask.shape)
+
+    def score(batch: pg.Batch) -> float:
+        return apart(expected(batch), advantages(batch, *chain), batch.mask)
+
+    def clipped(batch: pg.Batch) -> float:
+        bounds = SimpleNamespace(advantage_clip_low=-0.7, advantage_clip_high=0.9)
+        return apart(clip(expected(batch), bounds), advantages(batch, *chain, ClipAdvantage(-0.7, 0.9)), batch.mask)
+
+    yield f"{name}: {chain[1].formula}", over_seeds(score)
+    yield "_clip_grpo_advantages: ClipAdvantage", over_seeds(clipped)
+
+
+# slime and ms-swift: a teacher beside the reward.
+
+
+def compare_slime(checkout: str) -> Iterator[Comparison]:
+    path, name = "slime/backends/megatron_utils/loss.py", "apply_opd_kl_to_advantages"
+    theirs = load(checkout, path, name).apply_opd_kl_to_advantages
+
+    def compare(batch: pg.Batch) -> float:
+        rows = list(advantages(batch, pg.GroupMean(), pg.GroupStd()))
+        theirs(
+            SimpleNamespace(opd_kl_coef=0.3), {"teacher_log_probs": list(batch.logp_ref)}, rows, list(batch.logp_old)
+        )  # type: ignore[arg-type]
+        return apart(torch.stack(rows), advantages(batch, pg.GroupMean(), pg.GroupStd(), TeacherBonus(0.3)), batch.mask)
+
+    yield f"{name}: {TeacherBonus(0.3).formula}", over_seeds(compare)
+
+
+def compare_swift(checkout: str) -> Iterator[Comparison]:
+    path, name = "swift/rl_core/advantage.py", "expand_advantage_to_per_token"
+    theirs = load(checkout, path, f"{name} compute_teacher_logratio")
+
+    def compare(batch: pg.Batch) -> float:
+        base = advantages(batch, pg.GroupMean(), pg.GroupStd())[:, 0]
+        expected = theirs.expand_advantage_to_per_token(base, batch.mask, batch.logp_ref, batch.logp_old, 0.3)
+        return apart(expected, advantages(batch, pg.GroupMean(), pg.GroupStd(), TeacherBonus(0.3)), batch.mask)
+
+    yield f"{name}: {TeacherBonus(0.3).formula}", over_seeds(compare)
+
+
 LIBRARIES: dict[str, Callable[[str], Iterator[Comparison]]] = {
     "verl": compare_verl,
     "skyrl": compare_skyrl,
     "openrlhf": compare_openrlhf,
     "prime-rl": compare_prime_rl,
+    "nemo": compare_nemo,
+    "slime": compare_slime,
+    "ms-swift": compare_swift,
 }
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP RE
 REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardRange RewardZScores RunningMean RunningScale SAPO
 SCALE_RL SDFT SDPO SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised SeparateDemonstrations
 Sequence SequenceMean SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO TRPO_VINE TaperedImportance
-TeacherBonus TeacherLogRatio Token TokenMean TruncatedIS TrustRegion TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn
+TeacherBonus TeacherLogRatio Token TokenMean TokenSum TruncatedIS TrustRegion TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn
 UnitWeight VAPO VESPO VINEPPO Vine Whiten gate_weight
 """
 

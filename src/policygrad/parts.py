@@ -16,7 +16,7 @@ _HOME = {
         "LeaveOneOut MarginalMax OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean "
         "TeacherLogRatio"
     ),
-    "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
+    "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean TokenSum",
     "policygrad.core.auxiliary": "Critic ImplicitReward Reference",
     "policygrad.core.filters": (
         "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand "

@@ -261,6 +261,47 @@ def test_presets_of_verls_rollout_correction(
         assert getattr(run.algorithm, field) == part
 
 
+def test_filters_bounds_and_the_best_of_a_group() -> None:
+    options = (
+        "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 --reward.clip_range -2 2 "
+        "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis "
+        "--rollout.n_samples_per_prompt 4 --algo.advantage.estimator"
+    )
+    words = ("python3", "-m", "openrlhf.cli.train_ppo_ray", *options.split())
+    run, _ = convert_words(*words, "reinforce")
+    assert run.algorithm.filters == (pg.parts.RewardRange(low=0.1, high=0.9),)
+    assert run.algorithm.shaping[-1] == pg.parts.ClipReward(-2.0, 2.0)
+    assert run.algorithm.corrections == (MASK(high=5.0, low=0.5), WEIGHT(float("inf")))
+    assert "add ClipAdvantage(low=-2, high=2)" in convert_words(*words, "group_norm")[1]
+    verl = (
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        *BATCHES,
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo_passk",
+    )
+    run, _ = convert_words(
+        *verl, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=abs"
+    )
+    assert run.algorithm.advantage == (pg.parts.MarginalMax(), pg.GroupStd(eps=1e-6))
+    assert run.algorithm.terms == (pg.KLToReference(0.001, "abs"),)
+    run, _ = convert_words(*verl, "algorithm.norm_adv_by_std_in_grpo=False")
+    assert run.algorithm.advantage == (pg.parts.MarginalMax(),)
+
+
+def test_the_window_of_prime_rl(tmp_path: Path) -> None:
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        '[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.05\n[orchestrator]\nbatch_size = 32\ngroup_size = 8\n'
+    )
+    _, text = convert_source(read_sources([str(file)])[0])
+    algorithm = from_dict(tomllib.loads(text), Run(), "x").algorithm
+    assert algorithm.gate == pg.Importance()
+    assert algorithm.corrections == (MASK("tv", "token", 0.05, of="current"),)
+    assert algorithm.terms == (pg.KLToOld(2e-3, "k2"),)
+
+
 def test_a_preset_of_verl_takes_arguments_and_several_rejections_are_several_masks() -> None:
     verl = (
         "python3",

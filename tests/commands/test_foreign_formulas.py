@@ -520,6 +520,21 @@ def filtered_groups() -> None:
     ]
 
 
+def range_of_groups() -> None:
+    """OpenRLHF: a group is kept whose mean reward lies strictly within the range."""
+    argv = "grpo --algorithm.filters RewardRange --algorithm.filters.reward-range.low"
+    for low, high in ((0.0, 1.0), (0.1, 0.6), (0.3, 0.625)):
+        part = algorithm(f"{argv} {low} --algorithm.filters.reward-range.high {high}").filters[0]
+        means = [sum(REWARDS[i // SIZE * SIZE :][:SIZE]) / SIZE for i in range(ROWS)]
+        assert (~part.find_dropped(BATCH)).tolist() == [low < mean < high for mean in means]
+
+
+def bounds_of_rewards() -> None:
+    row = algorithm("reinforce --algorithm.shaping ClipReward --algorithm.shaping.clip-reward.low 0.25 "
+                    "--algorithm.shaping.clip-reward.high 0.75")  # fmt: skip
+    assert row.shape_rewards(BATCH).reward.tolist() == [min(max(x, 0.25), 0.75) for x in REWARDS]
+
+
 def loss_of_prime_rl() -> None:
     """−keep·Ψ·r + kl_tau·(log r)², the mean over tokens: kept where π has not moved by more than the bound in Ψ's direction."""
 
@@ -591,7 +606,8 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "advantage_estimator": (estimators, gae_of_openrlhf),
         "no_advantage_std_norm": (no_std_norm,),
         "overlong_buffer_len": (overlong,),
-        "dynamic_filtering": (filtered_groups,),
+        **dict.fromkeys(("dynamic_filtering", "dynamic_filtering_reward_range"), (range_of_groups,)),
+        "reward_clip_range": (bounds_of_rewards,),
         **dict.fromkeys(("enable_vllm_is_correction", "vllm_is_truncated_threshold"), (corrections,)),
         "vllm_is_correction_type": (corrections, geometric_mask),
     },

@@ -343,4 +343,6 @@ SIGNALS: dict[str, Variant] = {
         replace(PLAIN, filters=(pg.DropZeroVariance("drop", tolerance=1.7),)),
         where(lambda rewards: max(rewards) - min(rewards) > 1.7),
     ),
+    "the sum over tokens": (replace(PLAIN, aggregation=P.TokenSum()), token_sum),
+    "KL abs": (replace(PLAIN, terms=(pg.KLToReference(0.3, "abs"),)), total_variation),
 }

@@ -14,6 +14,7 @@ ESTIMATORS = {  # adv_estimator -> the algorithm here
     "gae": "ppo",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
+    "grpo_passk": "grpo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "remax": "remax",
@@ -47,11 +48,23 @@ FORMS = {
     "k2": "k2",
     "k1+": "k2",
     "kl+": "k2",
+    "abs": "abs",
+    "abs+": "k2",
     "k3+": "k2",
     "low_var_kl+": "k2",
 }
 """kl_loss_type -> the form here. With + verl takes k2's gradient, whatever is shown."""
-GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+GROUPS = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
 
 
 def answer_algorithm(options: Options) -> Iterator[Outcome]:
@@ -63,7 +76,9 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
             f"{name}={estimator} has no equivalent here: known are {', '.join(ESTIMATORS)}. Convert with one of them, and write "
             "the advantage yourself ([algorithm] advantage)"
         )
-    base = LOSSES.get(loss, ESTIMATORS[estimator]) if estimator in ("grpo", "gpg") else ESTIMATORS[estimator]
+    base = (
+        LOSSES.get(loss, ESTIMATORS[estimator]) if estimator in ("grpo", "grpo_passk", "gpg") else ESTIMATORS[estimator]
+    )
     sources = (name, mode) if mode in options else (name,)
     note = "its multi-turn form has no equivalent" if estimator.startswith("tir_") else ""
     yield Line("algorithm.name", base, sources, note)
@@ -84,12 +99,17 @@ def _answer_advantage(options: Options, estimator: str) -> Iterator[Outcome]:
         if options.flag(std):
             yield Line("algorithm.advantage.GroupStd", None, (std,))
             yield Line("algorithm.advantage.GroupStd.eps", 1e-6, (std,), "verl's")
+    elif estimator == "grpo_passk":
+        yield Line("algorithm.advantage.MarginalMax", None, source)
+        if options.flag(std):
+            yield Line("algorithm.advantage.GroupStd", None, (std,))
+            yield Line("algorithm.advantage.GroupStd.eps", 1e-6, (std,), "verl's")
     elif estimator == "gae":
         for key in ("gamma", "lam"):
             yield options.number_line(f"algorithm.advantage.GAE.{key}", f"algorithm.{key}")
             yield options.number_line(f"algorithm.critic.{key}", f"algorithm.{key}")
         yield Line("algorithm.advantage.Whiten", None, source)
-    if estimator not in ("grpo", "grpo_vectorized") and std in options:
+    if estimator not in ("grpo", "grpo_vectorized", "grpo_passk") and std in options:
         yield Left(std, f"is for grpo, and the estimator is {estimator}")
     if estimator != "gae":
         discount = options.number("algorithm.gamma")
