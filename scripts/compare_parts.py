@@ -2,9 +2,9 @@
 
     scripts/compare_parts.py verl=CHECKOUT openrlhf=CHECKOUT …
 
-The libraries are verl, skyrl, openrlhf, prime-rl, nemo, slime and ms-swift. A checkout is a git repository, with or without a work
-tree. Of a file only the named functions are executed, with torch and small stand-ins for what they import, so that none of the
-libraries has to be installed.
+The libraries are verl, skyrl, openrlhf, prime-rl, nemo, slime and ms-swift; ce-gppo and archer are the authors' code of rows. A
+checkout is a git repository, with or without a work tree. Of a file only the named functions are executed, with torch and small
+stand-ins for what they import, so that none of the libraries has to be installed.
 """
 
 from __future__ import annotations
@@ -346,6 +346,44 @@ def compare_swift(checkout: str) -> Iterator[Comparison]:
     yield f"{name}: {TeacherBonus(0.3).formula}", over_seeds(compare)
 
 
+# The authors' own code of rows: https://github.com/Kwai-Klear/CE-GPPO and https://github.com/wizard-III/Archer2.0.
+
+
+def compare_ce_gppo(checkout: str) -> Iterator[Comparison]:
+    yield _compare_row(checkout, "compute_gppo_loss_general_beta", "ce_gppo", lambda loss, logp, old, psi, mask: loss(
+        old, logp, psi, mask, cliprange=0.2, clip_ratio_c=10.0, gppo_loss_beta1=0.75, gppo_loss_beta2=1.0
+    ))  # fmt: skip
+
+
+def compare_archer(checkout: str) -> Iterator[Comparison]:
+    yield _compare_row(checkout, "compute_policy_loss_archer", "aspo", lambda loss, logp, old, psi, mask: loss(
+        old, logp, psi, mask.bool(), torch.ones_like(mask).bool()
+    ))  # fmt: skip
+
+
+def _compare_row(checkout: str, name: str, row: str, call: Callable[..., Any]) -> Comparison:
+    """The gradient of a row, without terms and filters, for any Ψ and ratios far from 1."""
+
+    def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
+        return (loss_mat * loss_mask).sum() / loss_mask.sum()
+
+    functional = SimpleNamespace(masked_mean=masked_mean)
+    theirs = load(checkout, "verl/trainer/ppo/core_algos.py", name, verl_F=functional, agg_loss=agg_loss)
+    algorithm = replace(pg.ALGORITHMS[row], terms=(), filters=())
+
+    def compare(batch: pg.Batch) -> float:
+        old, sampler, mask = logps(batch)
+        psi = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+        leaves = [sampler.clone().requires_grad_() for _ in range(2)]
+        value = call(getattr(theirs, name), leaves[0], old, psi, mask)[0]
+        ours = pg.surrogate(leaves[1], batch, psi, algorithm)
+        return apart(
+            *(torch.autograd.grad(x, leaf)[0] for x, leaf in zip((value, ours), leaves, strict=True)), mask=mask
+        )
+
+    return f"{name}: {row}", over_seeds(compare, spread=1.5)
+
+
 LIBRARIES: dict[str, Callable[[str], Iterator[Comparison]]] = {
     "verl": compare_verl,
     "skyrl": compare_skyrl,
@@ -354,6 +392,8 @@ LIBRARIES: dict[str, Callable[[str], Iterator[Comparison]]] = {
     "nemo": compare_nemo,
     "slime": compare_slime,
     "ms-swift": compare_swift,
+    "ce-gppo": compare_ce_gppo,
+    "archer": compare_archer,
 }
 
 if __name__ == "__main__":

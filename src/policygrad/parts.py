@@ -4,7 +4,7 @@ from policygrad.utils.lazy_exports import export_lazily
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ASTAR_PO ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
+        "A2C ASPO ASTAR_PO ASYMRE CE_GPPO CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
         "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
         "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
         "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO "
@@ -33,6 +33,7 @@ _HOME = {
     "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
     "policygrad.core.shaping": "ClipReward GroupLength KLInReward RunningScale SoftOverlong",
+    "policygrad.core.soft_clips": "FlippedImportance GradientPreservingClip",
     "policygrad.core.terms": (
         "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
         "PositiveNLL ObservationNLL"

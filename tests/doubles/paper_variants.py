@@ -65,7 +65,19 @@ def dapo_filter(prompts: Prompts) -> Prompts:
 
 
 PAPER_FILTERS = dict.fromkeys(("dapo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
-    ("fipo", "magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"),
+    (
+        "fipo",
+        "ce_gppo",
+        "aspo",
+        "magistral",
+        "cispo",
+        "clip_cov",
+        "kl_cov",
+        "scale_rl",
+        "prime",
+        "prime_rl",
+        "skywork_or1",
+    ),
     without_constant_groups,
 )
 
