@@ -26,21 +26,22 @@ Turn UpdateRule Verifiers clone_model collect evaluate get_algorithm load_refere
 objective reward surrogate train train_reward_model train_sft
 """
 PARTS = """
-A2C ASTAR_PO ASYMRE AdaptiveProblem BatchMean BatchStd BiLevelGAE CHORD CISPO CLIP_COV CPGD ClassLabels
-ClassificationWeight Clip ClipCov ClippedImportance ConstantBaseline Critic CurvatureProblem DAPO DEEPSEEK_V32 DISTILL
-DPPO DRO DR_GRPO DemonstrationNLL DivergenceClip DivideByGroupMean Downsample DropZeroVariance DualDescent ECHO
-Entropy ExactEntropy ExactKLToOld ExactKLToReference FIPO FixedLength FutureKL GAE GDPO GIGPO GMPO GPG GRPO
-GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean GradientProblem GradientSteps GreedyBaseline GroupInGroup
-GroupMean GroupStd GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance
-KLCov KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE LogClip M2PO
-MAGISTRAL MAXRL MaskTruncated MaskedIS MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD OTB
-ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL
-PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE REINFORCE_PP
-REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardZScores RunningMean SAPO SCALE_RL SDFT SDPO
-SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised SeparateDemonstrations Sequence SequenceMean
-SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO TRPO_VINE TaperedImportance TeacherLogRatio Token
-TokenMean TruncatedIS TrustRegion TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight VAPO VESPO VINEPPO Vine
-Whiten gate_weight
+A2C ASPO ASTAR_PO ASYMRE AdaptiveProblem BatchMean BatchStd BiLevelGAE CE_GPPO CHORD CISPO CLIP_COV CPGD ClassLabels
+ClassificationWeight Clip ClipAdvantage ClipCov ClipReward ClippedImportance ConstantBaseline Critic
+CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO DemonstrationNLL DivergenceClip DivideByGroupMean
+Downsample DropZeroVariance DualDescent ECHO Entropy ExactEntropy ExactKLToOld ExactKLToReference FIPO FixedLength
+FlippedImportance FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean
+GradientPreservingClip GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupLength GroupMean GroupStd
+GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
+KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE LogClip M2PO MAGISTRAL MAXRL
+MarginalMax MaskTruncated MaskedIS MismatchMask MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD
+OTB ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL
+PRORL PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE
+REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardRange RewardZScores RunningMean
+RunningScale SAPO SCALE_RL SDFT SDPO SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised
+SeparateDemonstrations Sequence SequenceMean SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO
+TRPO_VINE TaperedImportance TeacherBonus TeacherLogRatio Token TokenMean TokenSum TruncatedIS TrustRegion
+TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn UnitWeight VAPO VESPO VINEPPO Vine Whiten gate_weight
 """
 
 

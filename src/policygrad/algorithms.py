@@ -48,6 +48,7 @@ from policygrad.core.gates import (
 from policygrad.core.process import ImplicitProcess, PrefixValue, ProcessReward
 from policygrad.core.ratios import HighEntropy, OffPolicySequenceMask, Sequence, SequenceProduct, Token
 from policygrad.core.shaping import KLInReward, SoftOverlong
+from policygrad.core.soft_clips import FlippedImportance, GradientPreservingClip
 from policygrad.core.terms import (
     DemonstrationNLL,
     Entropy,
@@ -310,6 +311,17 @@ CLIP_COV = replace(
     terms=(),
     filters=(DropZeroVariance(),),
     update_rule=GradientSteps(minibatches=8),
+)
+CE_GPPO = replace(CLIP_COV, name="ce_gppo", gate=GradientPreservingClip(0.2, 0.2, beta_low=0.75, beta_high=1.0))
+ASPO = replace(
+    GRPO,
+    name="aspo",
+    gate=FlippedImportance(0.2, 0.2),
+    aggregation=TokenMean(),
+    terms=(KLToReference(0.001, "k3"),),
+    filters=(DropZeroVariance("drop"),),
+    update_rule=GradientSteps(epochs=3, minibatches=4),
+    samples_per_prompt=16,
 )
 KL_COV = replace(CLIP_COV, name="kl_cov", gate=Importance(), terms=(KLCov(1.0, fraction=2e-3),))
 REAL = replace(

@@ -29,7 +29,7 @@ from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import ControlOptions, LabOptions
 from policygrad.commands.options import pop_algorithm
 from policygrad.commands.plan import PlanOptions
-from policygrad.commands.train import TrainOptions, get_switches
+from policygrad.commands.train import TrainOptions, get_switches, parse_run
 from policygrad.errors import RunError
 from policygrad.training.config.run import Run, RunOptions
 from policygrad.training.config.serialization import list_parts, load_config
@@ -267,6 +267,23 @@ def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
 )
 def test_the_algorithm_may_be_anywhere_on_the_command_line(args: str, name: str | None, rest: str) -> None:
     assert pop_algorithm(args.split(), get_switches()) == (name, rest.split())
+
+
+def test_a_term_has_an_average_of_its_own_by_flag() -> None:
+    flag = "--algorithm.terms.kl-to-reference.aggregation"
+    for words, average in (
+        (["TokenMean"], pg.TokenMean()),
+        (["none"], None),
+        (["FixedLength(length=7)", "--max-tokens", "9"], pg.FixedLength(7)),
+    ):
+        assert parse_run(["grpo", flag, *words])[0].algorithm.terms[0].aggregation == average
+    assert parse_run(["grpo", f"{flag}=TokenMean"])[0].algorithm.aggregation == pg.SequenceMean()
+    for command, says in (
+        (["grpo", flag, "Clip"], "Clip goes into 'gate', not 'aggregation'"),
+        (["grpo", "--algorithm.terms.entropy.aggregation", "TokenMean"], "its terms are kl-to-reference"),
+    ):
+        with pytest.raises(pg.ConfigError, match=says):
+            parse_run(command)
 
 
 def test_values(run_command: Any, tmp_path: Path) -> None:

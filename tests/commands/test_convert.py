@@ -14,6 +14,7 @@ from typing import Any
 import convert_examples
 import pytest
 
+import policygrad as pg
 from policygrad.commands.convert import convert_source, read_sources
 from policygrad.commands.converters import openrlhf, prime_rl, trl, verl
 from policygrad.commands.converters.base import Library, Setting, convert_options, find_reason, parse_value
@@ -217,6 +218,118 @@ def test_estimators_and_losses_of_verl(overrides: str, argv: str) -> None:
     )
     run, _ = convert_words("python3", "-m", "verl.trainer.main_ppo", *batches, *overrides.split())
     same(run.algorithm, argv)
+
+
+BATCHES = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.train_files=a.parquet")
+MASK, WEIGHT = pg.parts.MismatchMask, pg.TruncatedIS
+GEO = {"high": 1.001001001, "low": 0.999000999}  # verl bounds 1/ρ: 1/0.999 and 1/1.001
+
+
+@pytest.mark.parametrize(
+    ("preset", "corrections", "rest"),
+    [
+        ("decoupled_token_is", [WEIGHT(2.0, "token")], {}),
+        ("decoupled_seq_is", [WEIGHT(2.0, "sequence")], {}),
+        ("decoupled_seq_is_rs", [WEIGHT(2.0, "sequence"), MASK("ratio", "sum", 2.0, 0.5, denominators="kept")], {}),
+        ("decoupled_geo_rs", [MASK("ratio", "mean", **GEO, denominators="kept")], {}),
+        ("decoupled_geo_rs_seq_tis", [WEIGHT(2.0, "sequence"), MASK("ratio", "mean", **GEO, denominators="kept")], {}),
+        ("decoupled_geo_rs_token_tis", [WEIGHT(2.0), MASK("ratio", "mean", **GEO, denominators="kept")], {}),
+        ("decoupled_k3_rs", [MASK("k3", "mean", 0.01, denominators="kept")], {}),
+        ("decoupled_k3_rs_seq_tis", [WEIGHT(2.0, "sequence"), MASK("k3", "mean", 0.01, denominators="kept")], {}),
+        ("decoupled_k3_rs_token_tis", [WEIGHT(2.0), MASK("k3", "mean", 0.01, denominators="kept")], {}),
+        ("bypass_ppo_clip", [], {"gate": pg.Clip(0.2, 0.2, 3.0)}),
+        ("bypass_ppo_clip_geo_rs", [MASK("ratio", "mean", **GEO, of="current")], {"gate": pg.Clip(0.2, 0.2, 3.0)}),
+        ("bypass_ppo_clip_k3_rs", [MASK("k3", "mean", 0.01, of="current")], {"gate": pg.Clip(0.2, 0.2, 3.0)}),
+        ("bypass_pg_is", [], {"ratio": pg.SequenceProduct(), "gate": pg.ClippedImportance(0.0, 2.0)}),
+        ("bypass_pg_geo_rs", [MASK("ratio", "mean", **GEO, of="current")], {"gate": pg.parts.UnitWeight()}),
+        ("bypass_pg_geo_rs_seq_tis", [MASK("ratio", "mean", **GEO, of="current")], {"ratio": pg.SequenceProduct()}),
+        ("bypass_pg_geo_rs_token_tis", [MASK("ratio", "mean", **GEO, of="current")], {"ratio": pg.Token()}),
+        ("disabled", [], {}),
+    ],
+)  # fmt: skip
+def test_presets_of_verls_rollout_correction(
+    preset: str, corrections: list[pg.Correction], rest: dict[str, Any]
+) -> None:
+    run, _ = convert_words("python3", "-m", "verl.trainer.main_ppo", *BATCHES, "algorithm.adv_estimator=grpo",
+                           "actor_rollout_ref.rollout.n=4", f"algorithm.rollout_correction={preset}")  # fmt: skip
+    assert len(run.algorithm.corrections) == len(corrections)
+    for ours, expected in zip(run.algorithm.corrections, corrections, strict=True):
+        assert replace(ours, **{f: getattr(expected, f) for f in ("high", "low") if hasattr(ours, f)}) == expected
+        for name in ("high", "low"):
+            assert (getattr(ours, name, 0) or 0) == pytest.approx(getattr(expected, name, 0) or 0, rel=1e-8)
+    assert run.algorithm.old_policy == ("sampler" if preset.startswith("bypass") else "learner")
+    for field, part in rest.items():
+        assert getattr(run.algorithm, field) == part
+
+
+def test_filters_bounds_and_the_best_of_a_group() -> None:
+    options = (
+        "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 --reward.clip_range -2 2 "
+        "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis "
+        "--rollout.n_samples_per_prompt 4 --algo.advantage.estimator"
+    )
+    words = ("python3", "-m", "openrlhf.cli.train_ppo_ray", *options.split())
+    run, _ = convert_words(*words, "reinforce")
+    assert run.algorithm.filters == (pg.parts.RewardRange(low=0.1, high=0.9),)
+    assert run.algorithm.shaping[-1] == pg.parts.ClipReward(-2.0, 2.0)
+    assert run.algorithm.corrections == (MASK(high=5.0, low=0.5), WEIGHT(float("inf")))
+    assert "add ClipAdvantage(low=-2, high=2)" in convert_words(*words, "group_norm")[1]
+    verl = (
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        *BATCHES,
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo_passk",
+    )
+    run, _ = convert_words(
+        *verl, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=abs"
+    )
+    assert run.algorithm.advantage == (pg.parts.MarginalMax(), pg.GroupStd(eps=1e-6))
+    assert run.algorithm.terms == (pg.KLToReference(0.001, "abs"),)
+    run, _ = convert_words(*verl, "algorithm.norm_adv_by_std_in_grpo=False")
+    assert run.algorithm.advantage == (pg.parts.MarginalMax(),)
+
+
+def test_the_window_of_prime_rl(tmp_path: Path) -> None:
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        '[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.05\n[orchestrator]\nbatch_size = 32\ngroup_size = 8\n'
+    )
+    _, text = convert_source(read_sources([str(file)])[0])
+    algorithm = from_dict(tomllib.loads(text), Run(), "x").algorithm
+    assert algorithm.gate == pg.Importance()
+    assert algorithm.corrections == (MASK("tv", "token", 0.05, of="current"),)
+    assert algorithm.terms == (pg.KLToOld(2e-3, "k2"),)
+
+
+def test_a_preset_of_verl_takes_arguments_and_several_rejections_are_several_masks() -> None:
+    verl = (
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        *BATCHES,
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+    )
+    called = "algorithm.rollout_correction=RolloutCorrectionConfig.decoupled_k3_rs_token_tis(is_threshold=3, rs_threshold=0.02)"
+    run, _ = convert_words(*verl, called)
+    assert run.algorithm.corrections == (WEIGHT(3.0), MASK("k3", "mean", 0.02, denominators="kept"))
+    own = "algorithm.rollout_correction"
+    run, text = convert_words(*verl, f"{own}.rollout_is=token", f"{own}.rollout_is_batch_normalize=True",
+                              f"{own}.rollout_rs=token_k1,seq_max_k2", f"{own}.rollout_rs_threshold=0.5_2.0,2.5")  # fmt: skip
+    assert run.algorithm.corrections == (
+        WEIGHT(2.0, normalise=True),
+        MASK("ratio", "token", 2.0, 0.5, denominators="kept"),
+        MASK("k2", "any", 2.5, denominators="kept"),
+    )
+    assert "verl's k1 bounds μ/π" in text
+    for wrong, says in (
+        (f"{own}=decoupled_k1_rs", "is no preset of verl's: decoupled_token_is"),
+        (f"{own}=decoupled_geo_rs(is_threshold=2)", "is_threshold=2 is no argument of decoupled_geo_rs"),
+    ):
+        with pytest.raises(pg.ConfigError, match=re.escape(says)):
+            convert_words(*verl, wrong)
 
 
 @pytest.mark.full

@@ -32,7 +32,8 @@ def ours() -> set[str]:
     }
     fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
     result |= {f"--algorithm.{field}" for field in fields}
-    result |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}
+    result |= {"--algorithm.gate.c", *(f"--algorithm.corrections.truncated-is.{end}" for end in ("cap", "low"))}
+    result |= {f"--algorithm.filters.reward-range.{end}" for end in ("low", "high")}
     result |= {"--algorithm.corrections.off-policy-sequence-mask.delta"}
     return result | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 

@@ -447,7 +447,7 @@ def off_policy_mask() -> None:
 
 
 def corrections() -> None:
-    """Token by token, from above; below its lower bound OpenRLHF raises the weight, and TRL where a minimum is set."""
+    """Token by token, from above; and from below for OpenRLHF, and for TRL where a minimum is set."""
 
     def weighed(weight: Callable[[float], float]) -> Tensor:
         def value(logp: Tensor, i: int, t: int) -> Tensor:
@@ -462,10 +462,10 @@ def corrections() -> None:
     agree(
         ours(f"{BARE} --algorithm.corrections MaskedIS {band}"), weighed(lambda rho: rho if 0.5 <= rho <= 1.5 else 0.0)
     )
-    assert not torch.allclose(ours(cap) * BATCH.mask, weighed(lambda rho: min(max(rho, 0.5), 1.5)) * BATCH.mask)
+    agree(ours(f"{cap} --algorithm.corrections.truncated-is.low 0.5"), weighed(lambda rho: min(max(rho, 0.5), 1.5)))
 
 
-def no_geometric_mask() -> None:
+def geometric_mask() -> None:
     """OpenRLHF's seq-mask-tis: a completion's geometric mean decides, and the tokens keep their unbounded weights."""
     gaps = [[float(BATCH.logp_old[i, t] - BATCH.logp_sampler[i, t]) for t in range(n)] for i, n in enumerate(LENGTHS)]  # type: ignore[index]
 
@@ -473,10 +473,8 @@ def no_geometric_mask() -> None:
         is_kept = 0.8 <= math.exp(sum(gaps[i]) / len(gaps[i])) <= 1.3
         return -is_kept * math.exp(gaps[i][t]) * clipped(ratio(logp, i, t), PSI[i, t], 0.2, 0.2)
 
-    loss = theirs(token_mean(value))
-    for level in ("token", "sequence"):
-        for part in (f"MaskedIS --algorithm.corrections.masked-is.level {level}", "TruncatedIS"):
-            assert not torch.allclose(ours(f"{BARE} --algorithm.corrections {part}") * BATCH.mask, loss * BATCH.mask)
+    kept = "MismatchMask(low=0.8,high=1.3),TruncatedIS(cap=inf)"
+    agree(ours(f"{BARE} --algorithm.corrections {kept}"), theirs(token_mean(value)))
 
 
 def entropy() -> None:
@@ -520,6 +518,21 @@ def filtered_groups() -> None:
     assert (~dropped.find_dropped(replace(BATCH, reward=rewards))).tolist() == [
         0 < float(rewards[i // 4 * 4 :][:4].mean()) < 1 for i in range(ROWS)
     ]
+
+
+def range_of_groups() -> None:
+    """OpenRLHF: a group is kept whose mean reward lies strictly within the range."""
+    argv = "grpo --algorithm.filters RewardRange --algorithm.filters.reward-range.low"
+    for low, high in ((0.0, 1.0), (0.1, 0.6), (0.3, 0.625)):
+        part = algorithm(f"{argv} {low} --algorithm.filters.reward-range.high {high}").filters[0]
+        means = [sum(REWARDS[i // SIZE * SIZE :][:SIZE]) / SIZE for i in range(ROWS)]
+        assert (~part.find_dropped(BATCH)).tolist() == [low < mean < high for mean in means]
+
+
+def bounds_of_rewards() -> None:
+    row = algorithm("reinforce --algorithm.shaping ClipReward --algorithm.shaping.clip-reward.low 0.25 "
+                    "--algorithm.shaping.clip-reward.high 0.75")  # fmt: skip
+    assert row.shape_rewards(BATCH).reward.tolist() == [min(max(x, 0.25), 0.75) for x in REWARDS]
 
 
 def loss_of_prime_rl() -> None:
@@ -593,9 +606,10 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "advantage_estimator": (estimators, gae_of_openrlhf),
         "no_advantage_std_norm": (no_std_norm,),
         "overlong_buffer_len": (overlong,),
-        "dynamic_filtering": (filtered_groups,),
+        **dict.fromkeys(("dynamic_filtering", "dynamic_filtering_reward_range"), (range_of_groups,)),
+        "reward_clip_range": (bounds_of_rewards,),
         **dict.fromkeys(("enable_vllm_is_correction", "vllm_is_truncated_threshold"), (corrections,)),
-        "vllm_is_correction_type": (corrections, no_geometric_mask),
+        "vllm_is_correction_type": (corrections, geometric_mask),
     },
     "prime-rl": {
         "orchestrator.algo.type": (algorithms_of_prime_rl,),
@@ -627,12 +641,12 @@ NAMED = {
     ("TRL", "delta"): "--algorithm.gate.high is delta − 1 and --algorithm.gate.c 1 + epsilon_high",
     ("TRL", "gamma"): "different ones are refused",
     ("verl", "algorithm.lam"): "the critic's is 0.95 until it is set",
-    ("OpenRLHF", "vllm_is_correction_type"): "has no equivalent",
+    ("OpenRLHF", "vllm_is_correction_type"): "'MismatchMask(low=0.5,high=5),TruncatedIS(cap=inf)' for seq-mask-tis",
     ("verl", "algorithm.norm_adv_by_std_in_grpo"): "--algorithm.advantage.group-std.eps 1e-6",
     ("verl", "algorithm.use_kl_in_reward"): "--algorithm.shaping.kl-in-reward.level sequence",
     ("OpenRLHF", "init_kl_coef"): "after the baselines",
     ("OpenRLHF", "no_advantage_std_norm"): "without Whiten",
-    ("OpenRLHF", "vllm_is_truncated_threshold"): "are not raised",
+    ("OpenRLHF", "vllm_is_truncated_threshold"): "--algorithm.corrections.truncated-is.low",
     ("prime-rl", "trainer.loss.kl_tau"): "twice prime-rl's value",
 }
 """What a row has to say besides its option, for its check to be of what it says."""

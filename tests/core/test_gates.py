@@ -57,6 +57,27 @@ def test_the_geometric_mean_is_of_the_sampled_tokens_alone() -> None:
     assert weight[1, 0].item() == pytest.approx(math.exp(0.2), rel=1e-15)
 
 
+def test_a_clip_that_keeps_gradients_weighs_what_lies_beyond() -> None:
+    """Ratios inside, above and below 1 ± 0.2, and above the dual clip's 3."""
+    r, batch = numbers([1.1, 2.0, 0.5, 4.0]), batch_of(numbers([-1.0] * 4), [1.0])
+    gate = pg.parts.GradientPreservingClip(0.2, 0.2, beta_low=0.5, beta_high=2.0, c=3.0)
+    for psi, expected in ((1.0, [1.1, 2.4, 0.5, 2.4]), (-1.0, [1.1, 2.0, 0.4, 0.0])):
+        weight = gate.weight(r, numbers([psi] * 4), batch)
+        torch.testing.assert_close(weight, numbers(expected), rtol=1e-12, atol=0)
+    plain = pg.parts.GradientPreservingClip(0.2, 0.2, beta_low=0.0, beta_high=0.0, c=math.inf)
+    for sign in (1.0, -1.0):
+        psi_ = numbers([sign] * 4)
+        assert torch.equal(plain.weight(r, psi_, batch), pg.Clip(0.2, 0.2).weight(r, psi_, batch))
+
+
+def test_a_flipped_ratio_weighs_tokens_that_became_unlikely_most() -> None:
+    r, batch = numbers([1.1, 2.0, 0.5, 4.0, 0.1]), batch_of(numbers([-1.0] * 5), [1.0])
+    gate = pg.parts.FlippedImportance(0.2, 0.2, c=3.0)
+    for psi, expected in ((1.0, [1 / 1.1, 0.0, 2.0, 0.0, 3.0]), (-1.0, [1.1, 2.0, 0.0, 3.0, 0.0])):
+        weight = gate.weight(r, numbers([psi] * 5), batch)
+        torch.testing.assert_close(weight, numbers(expected), rtol=1e-12, atol=0)
+
+
 def test_divergence_clip_on_rare_and_common_tokens() -> None:
     """0.01 to 0.1, a ratio of 10, is 0.09 of total variation; 0.5 to 0.7, a ratio of 1.4, is 0.2."""
     old, new = numbers([0.01, 0.5, 0.5]), numbers([0.1, 0.7, 0.3])

@@ -37,6 +37,8 @@ BASE = pg.Algorithm(
 )
 
 
+MOVABLE: dict[type, dict[str, Any]] = {pg.MovingLevel: {"start": 1}, pg.MismatchMask: {"high": 2.0}}
+"""From level 0 there is no way down, and a product of ratios is hardly ever near 1."""
 Outcome = list[Tensor | str]
 
 
@@ -157,7 +159,7 @@ def alternatives(part: Part, name: str) -> Iterator[Part]:
 @cache
 def bases(kind: type[Part]) -> tuple[Part, ...]:
     """The part as it is by default, and with each choice, switch and unset setting otherwise: what others may depend on."""
-    default = kind(start=1) if kind is pg.MovingLevel else kind()  # from level 0 there is no way down
+    default = kind(**MOVABLE.get(kind, {}))
     found = [default]
     for f in fields(default):  # type: ignore[arg-type]
         value = getattr(default, f.name)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.part_variants import CORRECTIONS, SIGNALS
 from policygrad.core.advantages import FrozenRunningMean
 from policygrad.papers.completions import (
     Completion,
@@ -64,7 +65,19 @@ def dapo_filter(prompts: Prompts) -> Prompts:
 
 
 PAPER_FILTERS = dict.fromkeys(("dapo", "prorl", "high_entropy"), dapo_filter) | dict.fromkeys(
-    ("fipo", "magistral", "cispo", "clip_cov", "kl_cov", "scale_rl", "prime", "prime_rl", "skywork_or1"),
+    (
+        "fipo",
+        "ce_gppo",
+        "aspo",
+        "magistral",
+        "cispo",
+        "clip_cov",
+        "kl_cov",
+        "scale_rl",
+        "prime",
+        "prime_rl",
+        "skywork_or1",
+    ),
     without_constant_groups,
 )
 
@@ -573,7 +586,7 @@ TURNS: dict[str, Variant] = {
     ),
 }
 
-TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS
+TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS | CORRECTIONS | SIGNALS
 
 FILLED_BY = {
     "weight": ("weight",),

@@ -29,7 +29,7 @@ from policygrad.trackers.events import Evaluation, EventTracker, Note, Phase, St
 from policygrad.training.config.optional_arg import optional_arg
 from policygrad.training.config.paths import find_changed_options, is_own_config
 from policygrad.training.config.run import UncheckedRun
-from policygrad.training.config.serialization import from_dict, load_config
+from policygrad.training.config.serialization import from_dict, load_config, parse_part
 from policygrad.training.config.trust import CodePermissions
 from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file, check_resumable, config_file
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SELECTABLE_FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "samples_per_prompt"))
 """Fields of an algorithm that are selected like parts: all that hold some, and old_policy and head, plain words."""
 _PART_SWITCH = "--algorithm.*."  # a part's flag names the field that holds the part, which differs between algorithms
+_OWN_AVERAGE = re.compile(r"terms\.(\w+)\.aggregation")
 _CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
@@ -354,13 +355,20 @@ def merge_repeated_flags(args: list[str], *flags: str) -> list[str]:
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:
-    """Apply and remove every `--algorithm.FIELD Part[,Part…]`, each with settings or without; `none` leaves a field empty."""
+    """Apply and remove every `--algorithm.FIELD Part[,Part…]`, each with settings or without; `none` leaves a field empty.
+
+    `--algorithm.terms.NAME.aggregation Part` is the average of one term.
+    """
     remaining: list[str] = []
     changes: dict[str, Any] = {}
+    averages: dict[str, str] = {}
     pending = iter(args)
     for word in pending:
         flag, _, value = word.partition("=")
         key = flag.removeprefix("--algorithm.").replace("-", "_")
+        if flag.startswith("--algorithm.") and (term := _OWN_AVERAGE.fullmatch(key)):
+            averages[term[1]] = value or next(pending, "")
+            continue
         if not flag.startswith("--algorithm.") or key not in SELECTABLE_FIELDS:
             remaining.append(word)
             continue
@@ -372,7 +380,19 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
         base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
-    return base, remaining
+    return _set_averages(base, averages), remaining
+
+
+def _set_averages(base: Algorithm, averages: Mapping[str, str]) -> Algorithm:
+    """Return the algorithm with these averages of its terms, by the terms' options; none: the policy's."""
+    terms = dict(name_parts(base.terms))
+    for name, value in averages.items():
+        flag = f"--algorithm.terms.{name.replace('_', '-')}.aggregation"
+        if name not in terms:
+            known = ", ".join(option.replace("_", "-") for option in terms) or "none"
+            raise ConfigError(f"{flag}: the algorithm has no such term; its terms are {known}")
+        terms[name] = replace(terms[name], aggregation=parse_part(None, value, "command line", flag))
+    return replace(base, terms=tuple(terms.values())) if averages else base
 
 
 def build_option_type(chosen: Algorithm) -> type:

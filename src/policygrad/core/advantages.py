@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from policygrad.core import masked
-from policygrad.core.base import Advantage, Explanation, State
+from policygrad.core.base import Advantage, Explanation, State, format_term
 from policygrad.core.batch import Batch
 from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, TO_GO, Stage
 from policygrad.core.masked import Groups
@@ -116,6 +116,14 @@ class RewardScale(Advantage):
 
     takes: ClassVar[frozenset[Stage]] = REWARD_UNIT
     gives: ClassVar[Stage | None] = "score"
+
+
+def _max_of_siblings(groups: Groups, x: Tensor) -> Tensor:
+    """Compute max_{j≠i} x_j [B]; −inf without a sibling."""
+    highest = groups.max(x)
+    is_highest = (x >= highest) & groups.keep
+    second = Groups(groups.index, groups.keep & ~is_highest).max(x)
+    return torch.where(is_highest & (groups.sum(is_highest) == 1), second, highest)
 
 
 _NO_MEANS: tuple[tuple[str, float], ...] = ()
@@ -401,11 +409,16 @@ class GroupStd(RewardScale):
     sec. 4.1.2.
 
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
+
+    With `leave_one_out` the std is that of the other completions, as `LeaveOneOut` compares with their mean; where they are all
+    equal, or too few for ddof, Ψ is not divided. Source: NeMo-RL, algorithms/utils.py (`calculate_baseline_and_std_per_prompt`).
     """
 
     eps: float = setting(1e-4, "at least 0")
     ddof: int = setting(1, "0 or 1")
     within: Within = choose_within()
+    leave_one_out: bool = False
+    """The std of the other completions."""
     uses_group_statistics: ClassVar[bool] = True
 
     @property
@@ -414,17 +427,31 @@ class GroupStd(RewardScale):
 
     @property
     def formula(self) -> str:
-        return f"/({'std_g' if self.within == 'group' else 'std_peers'} + {self.eps:g})"
+        of = "g" if self.within == "group" else "peers"
+        return f"/(std_{f'{{j≠i, {of}}}' if self.leave_one_out else of} + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         groups, total = compared_groups(batch, self.within, self), total_rewards(batch)
-        scale = groups.std(total, self.ddof) + self.eps
-        scale = torch.where(groups.is_constant(total), torch.ones_like(scale), scale)  # ignore rounding
+        if self.leave_one_out:
+            scale, is_constant = self._std_of_siblings(groups, total)
+        else:
+            scale, is_constant = groups.std(total, self.ddof), groups.is_constant(total)
+        scale = torch.where(is_constant, torch.ones_like(scale), scale + self.eps)  # ignore rounding
         return masked.apply_mask(psi / scale[:, None], batch.mask)
+
+    def _std_of_siblings(self, groups: Groups, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the std over j ≠ i and where it is 0, each [B]."""
+        others = groups.size - groups.keep.long()
+        x = total - groups.mean(total)
+        mean = groups.sum_excluding_self(x) / others.clamp(min=1)
+        square = groups.sum_excluding_self(x**2) - others * mean**2
+        std = (square.clamp(min=0) / (others - self.ddof).clamp(min=1)).sqrt()
+        low, high = -_max_of_siblings(groups, -total), _max_of_siblings(groups, total)
+        return std, (others <= self.ddof) | (low >= high)
 
     def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
         n, mean = len(rewards), statistics.fmean(rewards)
-        if self.within != "group" or n <= self.ddof:
+        if self.within != "group" or self.leave_one_out or n <= self.ddof:
             return None
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (n - self.ddof))
         return before if len(set(rewards)) == 1 else before.divide(deviation + self.eps, ("deviation", deviation))
@@ -666,6 +693,40 @@ class PassAtK(Advantage):
             one_maximum = reward[:, k - 1] >= reward[:, -1]
             out[rows] = masked.apply_mask(psi, ~one_maximum[:, None])
         return masked.apply_mask(out[:, None], batch.mask)
+
+
+@dataclass(frozen=True)
+class MarginalMax(Advantage):
+    """Ψ_i = max_j R_j − max_{j≠i} R_j: what completion i adds to the best of its group, the pass@k objective for k = G.
+
+    Only a best completion without an equal has Ψ ≠ 0, its lead over the second. The maximum of the others is a baseline that does
+    not depend on completion i, so the gradient of E[max_j R_j] is unbiased. `PassAtK` estimates smaller k from all subsets.
+    verl's grpo_passk divides by the group's std: (MarginalMax(), GroupStd(eps=1e-6)).
+    Source: Tang et al. 2025 (inference-time objectives), arXiv:2503.19595, the leave-one-out control variate; verl,
+    trainer/ppo/core_algos.py (`compute_grpo_passk_outcome_advantage`).
+    """
+
+    starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "centred"
+    uses_group_statistics: ClassVar[bool] = True
+
+    formula = "max_g R − max_{j≠i} R_j"
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
+        lead = groups.max(total) - _max_of_siblings(groups, total)
+        has_sibling = batch.counted & _has_sibling(batch, groups)
+        return masked.apply_mask(masked.apply_mask(lead, has_sibling)[:, None], batch.mask)
+
+    def explain(self, before: Explanation, rewards: Sequence[float]) -> Explanation | None:
+        if len(rewards) < 2:
+            return None
+        best = max(rewards)
+        others = [max(*rewards[:i], *rewards[i + 1 :], -math.inf) for i in range(len(rewards))]
+        values = tuple(best - other for other in others)
+        return Explanation(
+            values, tuple(f"({format_term(best)} − {format_term(x)})" for x in others), (("maximum", best),)
+        )
 
 
 @dataclass(frozen=True)

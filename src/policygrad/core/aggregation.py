@@ -69,6 +69,19 @@ class TokenMean(Aggregation):
 
 
 @dataclass(frozen=True)
+class TokenSum(Aggregation):
+    """c = 1: the sum over all tokens, without a mean. The gradient grows with the batch, and the learning rate must shrink with it.
+
+    Source: Tinker's losses (importance_sampling, ppo, cross_entropy), which are sums over the tokens of a request.
+    """
+
+    formula = "1"
+
+    def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
+        return mask.to(torch.float64)
+
+
+@dataclass(frozen=True)
 class GroupTokenMean(Aggregation):
     """c = 1/(#groups·Σ_{j∈g}|o_j|): equal weight per prompt.
 

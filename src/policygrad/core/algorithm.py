@@ -227,7 +227,7 @@ class Algorithm:
     @property
     def has_zero_advantage(self) -> bool:
         """True if Ψ is 0 for every batch, so that the policy learns from terms alone."""
-        return bool(self.advantage) and all(link.is_zero for link in self.advantage)
+        return any(link.starts_chain for link in self.advantage) and all(link.is_zero for link in self.advantage)
 
     def corrects(self, term: Term | LossTerm) -> bool:
         """Return whether corrections multiply a term: one that the policy learns from, not a penalty.
@@ -248,21 +248,40 @@ class Algorithm:
 
     def coefficients(self, batch: Batch) -> Tensor:
         """Compute c [B, T] of the policy term over one full update, including `batch.weight`; 0 off the mask."""
-        return _coefficients(batch, self.aggregation, _averaged_tokens(batch, self.gate))
+        tokens = self._counted_tokens(batch, _averaged_tokens(batch, self.gate))
+        return self._normalise(_coefficients(batch, self.aggregation, tokens), batch)
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """Compute (c, c^1, c^2, …): the coefficients of the policy term and of each other term."""
         coefficients = [policy := self.coefficients(batch)]
+        is_normalised = any(part.normaliser(batch) is not None for part in self.corrections)
         for term in self.terms:
-            tokens, mask = term.token_mask(batch), _averaged_tokens(batch, term)
+            tokens, mask, is_corrected = term.token_mask(batch), _averaged_tokens(batch, term), self.corrects(term)
             same_reads = ("demonstration" in term.needs) is ("demonstration" in self.gate.needs)
             same_tokens = tokens is None and (batch.demonstration is None or same_reads) and not term.reads_observations
-            if same_tokens and term.aggregation is None:
+            if same_tokens and term.aggregation is None and (is_corrected or not is_normalised):
                 coefficients.append(policy)
             else:
                 mask = mask if tokens is None else mask & tokens
-                coefficients.append(_coefficients(batch, term.aggregation or self.aggregation, mask))
+                if not {"demonstration", "observation"} & term.needs:
+                    mask = self._counted_tokens(batch, mask)
+                c = _coefficients(batch, term.aggregation or self.aggregation, mask)
+                coefficients.append(self._normalise(c, batch) if is_corrected else c)
         return tuple(coefficients)
+
+    def _counted_tokens(self, batch: Batch, mask: Tensor) -> Tensor:
+        """Return the tokens of `mask` [B, T] that no correction leaves out of the averages."""
+        for part in self.corrections:
+            counted = part.counted_tokens(batch)
+            mask = mask if counted is None else mask & check_per_token(counted, part, batch.mask, "counted_tokens")
+        return mask
+
+    def _normalise(self, c: Tensor, batch: Batch) -> Tensor:
+        """Divide coefficients of what the corrections multiply by the corrections' normalisers."""
+        for part in self.corrections:
+            normaliser = part.normaliser(batch)
+            c = c if normaliser is None else c / normaliser
+        return c
 
     @property
     def reads_observations(self) -> bool:

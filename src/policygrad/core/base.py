@@ -343,6 +343,14 @@ class Correction(Part):
         if self.reads_psi and algorithm.has_zero_advantage:
             yield f"{name} reads Ψ, which {algorithm.name} has at 0 everywhere: remove it, or use TruncatedIS() or MaskedIS()"
 
+    def counted_tokens(self, batch: Batch) -> Tensor | None:
+        """Return the tokens that averages over the update count, [B, T] bool; None for all. Asked once, of a full update."""
+        return None
+
+    def normaliser(self, batch: Batch) -> Tensor | None:
+        """Return what the factor is divided by, [], computed over a full update; None for 1."""
+        return None
+
     @abstractmethod
     def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]."""

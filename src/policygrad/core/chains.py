@@ -56,7 +56,8 @@ def find_chain_conflicts(links: Sequence[Advantage]) -> Iterator[str]:
 
 def describe_taken(stages: frozenset[Stage]) -> str:
     """Say what a link takes, for messages and tables."""
-    return _TAKES.get(stages) or " or ".join(STAGES[stage] for stage in STAGES if stage in stages)
+    named = stages - {"turns"} if stages >= TO_GO else stages
+    return _TAKES.get(stages) or " or ".join(STAGES[stage] for stage in STAGES if stage in named)
 
 
 def _find_misfit(links: Sequence[Advantage]) -> tuple[int, Stage] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import is_constant_group
+from policygrad.core.advantages import is_constant_group, total_rewards
 from policygrad.core.base import Filter, State
 from policygrad.core.batch import Batch
 from policygrad.core.masked import Groups
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DropZeroVariance(Filter):
-    """Dynamic sampling: drop groups whose rewards are all equal. Source: Yu et al. 2025 (DAPO), eq. 11.
+class GroupFilter(Filter):
+    """Base of the filters that drop prompts by their rewards, in one of three ways.
 
     mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups
     that are still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered
     step and multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller.
-    Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
     mode: Literal["refill", "reweight", "drop"] = choice(refill="", reweight="", drop="")
@@ -40,9 +39,14 @@ class DropZeroVariance(Filter):
     chooses_by_reward: ClassVar[bool] = True
 
     @property
+    def criterion(self) -> str:
+        """Which groups are dropped, for the formula."""
+        return type(self).__name__
+
+    @property
     def formula(self) -> str:
         how = {"refill": f", ≤ {self.max_rounds} rounds of refill", "reweight": ", the others × 1/(1 − f)", "drop": ""}
-        return f"groups with max R = min R are dropped{how[self.mode]}"
+        return f"groups with {self.criterion} are dropped{how[self.mode]}"
 
     @property
     def refills(self) -> bool:  # type: ignore[override]
@@ -52,14 +56,59 @@ class DropZeroVariance(Filter):
     def sampling_rounds(self) -> int:  # type: ignore[override]
         return self.max_rounds if self.refills else 1
 
-    def find_dropped(self, batch: Batch) -> Tensor:
-        return is_constant_group(batch)
-
     def __call__(self, batch: Batch) -> Batch:
         dropped = self.find_dropped(batch)
         if self.mode == "reweight":
             return reweight_kept(batch, dropped)
         return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=batch.counted & ~dropped)
+
+
+@dataclass(frozen=True)
+class DropZeroVariance(GroupFilter):
+    """Dynamic sampling: drop groups whose rewards are all equal. Source: Yu et al. 2025 (DAPO), eq. 11.
+
+    mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups
+    that are still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered
+    step and multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller.
+    Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+    """
+
+    tolerance: float = setting(0.0, "at least 0")
+    """Rewards that differ by no more count as equal: for rewards with noise, such as a model's."""
+
+    @property
+    def criterion(self) -> str:
+        return f"max R − min R ≤ {self.tolerance:g}" if self.tolerance else "max R = min R"
+
+    def find_dropped(self, batch: Batch) -> Tensor:
+        if not self.tolerance:
+            return is_constant_group(batch)
+        groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
+        return groups.max(total) + groups.max(-total) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class RewardRange(GroupFilter):
+    """Keep groups whose mean reward is between `low` and `high`, and drop the others, as DropZeroVariance does.
+
+    Of rewards of 0 and 1 the range from 0 to 1 drops groups of equal rewards; a narrower one drops prompts that are nearly always
+    or nearly never solved, too. Source: OpenRLHF, trainer/ppo_utils/samples_generator.py (--algo.dynamic_filtering_range).
+    """
+
+    low: float = setting(0.0, "a finite number")
+    high: float = setting(1.0, "a finite number")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_setting(self, "low", self.low < self.high, f"below RewardRange.high = {self.high}")
+
+    @property
+    def criterion(self) -> str:
+        return f"mean R ≤ {self.low:g} or ≥ {self.high:g}"
+
+    def find_dropped(self, batch: Batch) -> Tensor:
+        mean = Groups(batch.group, batch.counted).mean(total_rewards(batch))
+        return ~((self.low < mean) & (mean < self.high))
 
 
 def apply_filter(part: Filter, batch: Batch) -> Batch:

@@ -411,7 +411,7 @@ class FutureKL(Clip):
     (`compute_policy_loss_future_kl`), with the settings of recipe/fipo/run_fipo_qwen2.5_32b.sh.
     """
 
-    c: float | None = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
+    c: float | None = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0", unbounded=True)
     half_life: float = setting(32.0, "above 0")
     """Positions after which a later token's change counts half."""
     f_low: float = setting(1.0, "in [0, 1]")

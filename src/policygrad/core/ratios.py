@@ -98,6 +98,9 @@ class SequenceProduct(RatioOfPolicies):
 
 Level = Literal["token", "sequence"]
 SAMPLER_FIELDS = frozenset({"logp_old", "logp_sampler"})
+_SMALLEST_MEAN = (
+    1e-8  # of weights that are divided by their mean: below it no sample is near the policy, and they stay as they are
+)
 
 
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
@@ -109,19 +112,45 @@ def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
 
 @dataclass(frozen=True)
 class TruncatedIS(Correction):
-    """× min(ρ, cap): bounded, and biased where capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with engines)."""
+    """× min(ρ, cap): bounded, and biased where capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with engines).
+
+    With `low` it is max(min(ρ, cap), low), as in OpenRLHF (models/loss.py) and NeMo-RL (loss_functions.py). With `normalise` the
+    factors of an update have the mean 1: over its tokens, or over its completions at level 'sequence', as verl's
+    rollout_is_batch_normalize does over a rollout (trainer/ppo/rollout_corr_helper.py).
+    """
 
     cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree", unbounded=True)
     level: Level = choice(token="", sequence="")
+    low: float = setting(0.0, "in [0, 1]", hint="ρ is 1 where sampler and learner agree")
+    """Lower bound; 0: none."""
+    normalise: bool = False
+    """Divide by the update's mean."""
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
     reweights: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
-        return f"× min(ρ, {self.cap:g}),  ρ = π_old/μ per {self.level}"
+        bounded = f"clip(ρ, {self.low:g}, {self.cap:g})" if self.low else f"min(ρ, {self.cap:g})"
+        bounded = "ρ" if (self.low, self.cap) == (0, math.inf) else bounded
+        over = "tokens" if self.level == "token" else "completions"
+        mean = f"/mean over {over}" if self.normalise else ""
+        return f"× {bounded}{mean},  ρ = π_old/μ per {self.level}"
+
+    def normaliser(self, batch: Batch) -> Tensor | None:
+        if not self.normalise:
+            return None
+        factor, sampled = self._bounded(batch), batch.policy_tokens
+        is_sequence = self.level == "sequence"
+        mean = masked.mean(
+            factor[:, :1] if is_sequence else factor, sampled.any(1, keepdim=True) if is_sequence else sampled
+        )
+        return torch.where(mean > _SMALLEST_MEAN, mean, 1)
+
+    def _bounded(self, batch: Batch) -> Tensor:
+        return sampler_ratio(batch, self, self.level).clamp(self.low, self.cap)
 
     def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return sampler_ratio(batch, self, self.level).clamp(max=self.cap)
+        return self._bounded(batch)
 
 
 @dataclass(frozen=True)

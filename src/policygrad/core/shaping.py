@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -13,8 +14,9 @@ from policygrad.core import masked
 from policygrad.core.base import Shaping, State
 from policygrad.core.batch import Batch
 from policygrad.core.kl_controllers import AdaptiveBeta, Rule
+from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric
-from policygrad.core.settings import choice, setting
+from policygrad.core.settings import check_setting, choice, setting
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,3 +112,114 @@ class SoftOverlong(Shaping):
             length = torch.where(batch.truncated, budget, length)
         penalty = ((budget - length) / (budget * self.cache) - 1).clamp(-1, 0)  # exactly −1 at the budget
         return replace(batch, reward=batch.reward + self.scale * penalty)
+
+
+# The task's score on another scale: bounded, normalised by all scores so far, or with a term for length.
+
+
+@dataclass(frozen=True)
+class ClipReward(Shaping):
+    """R ← clip(R, low, high), the completion's reward before a KL is subtracted: put it first.
+
+    Source: OpenRLHF, models/utils.py (--reward.clip_range); Ouyang et al. 2022 and TRL's reward_clip_range clip alike.
+    """
+
+    low: float = -10.0
+    high: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_setting(self, "low", self.low < self.high, f"below ClipReward.high = {self.high}")
+
+    @property
+    def formula(self) -> str:
+        return f"R ← clip(R, {self.low:g}, {self.high:g})"
+
+    def __call__(self, batch: Batch) -> Batch:
+        return replace(batch, reward=batch.reward.clamp(self.low, self.high))
+
+
+@dataclass(frozen=True)
+class RunningScale(Shaping):
+    """R ← (R − mean)/(std + eps), mean and std of the task's scores of all rollouts so far, this one included.
+
+    Its state is {"count", "mean", "square"}: scores seen, their mean, and their summed squared deviations from it. Group baselines
+    and z-scores undo a shift, and z-scores the scale too; it is for critics, and for rewards beside a KL or a term.
+    Source: TRL 0.11, PPOTrainer's use_score_norm and use_score_scaling (`RunningMoments`), with ddof 1.
+    """
+
+    center: bool = True
+    """Subtract the mean. False: R/(std + eps)."""
+    eps: float = setting(1e-7, "at least 0")
+    count = 0.0  # of the state; fields only of `FrozenRunningScale`
+    mean = 0.0
+    square = 0.0
+
+    @property
+    def formula(self) -> str:
+        return f"R ← {'(R − mean)' if self.center else 'R'}/(std + {self.eps:g}) of all scores so far"
+
+    def init_state(self) -> State:
+        return {"count": 0, "mean": 0.0, "square": 0.0}
+
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+        count, mean, square = self.with_state(state)._moments(batch)
+        return {"count": count, "mean": mean, "square": square}
+
+    def with_state(self, state: State) -> FrozenRunningScale:
+        return FrozenRunningScale(self.center, self.eps, state["count"], state["mean"], state["square"])
+
+    def _moments(self, batch: Batch) -> tuple[float, float, float]:
+        """Return (count, mean, summed squares) with this rollout's scores. Source: Chan, Golub & LeVeque 1979, eq. 2.1."""
+        scores = batch.outcomes[batch.counted].double()
+        if not len(scores):
+            return self.count, self.mean, self.square
+        new, mean = len(scores), float(scores.mean())
+        count, apart = self.count + new, mean - self.mean
+        square = self.square + float(((scores - mean) ** 2).sum()) + apart**2 * self.count * new / count
+        return count, self.mean + apart * new / count, square
+
+    def __call__(self, batch: Batch) -> Batch:
+        count, mean, square = self._moments(batch)
+        std = math.sqrt(square / (count - 1)) if count > 1 else 0.0
+        scale = std + self.eps if std else 1.0  # the scores have been equal so far
+        return replace(batch, reward=(batch.reward - (mean if self.center else 0.0)) / scale)
+
+
+@dataclass(frozen=True)
+class FrozenRunningScale(RunningScale):
+    """A `RunningScale` under a state."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    square: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupLength(Shaping):
+    """R += weight·λ for correct completions and weight·min(0, λ) for others, λ = ½ − (|o| − min_g|o|)/(max_g|o| − min_g|o|).
+
+    The shortest completion of a prompt has λ = ½ and the longest −½; 0 where all are equally long. Correct is a score of at least
+    `threshold`. The authors begin without it and add it later: resume a run with it for that.
+    Source: Kimi Team 2025 (Kimi k1.5), arXiv:2501.12599, sec. 2.3.3.
+    """
+
+    weight: float = setting(0.5, "above 0", hint="remove the part for no penalty")
+    """The paper has a weight, and no number for it."""
+    threshold: float = 1.0
+    uses_group_statistics: ClassVar[bool] = True
+
+    @property
+    def formula(self) -> str:
+        span = "(|o| − min_g|o|)/(max_g|o| − min_g|o|)"
+        return f"R += {self.weight:g}·λ where R ≥ {self.threshold:g}, else {self.weight:g}·min(0, λ),  λ = ½ − {span}"
+
+    def __call__(self, batch: Batch) -> Batch:
+        length = batch.lengths.to(batch.reward.dtype)
+        groups = Groups(batch.group, batch.mask.any(1))
+        shortest, longest = -groups.max(-length), groups.max(length)
+        spread = longest - shortest
+        rate = 0.5 - (length - shortest) / torch.where(spread > 0, spread, 1)
+        rate = torch.where(batch.outcomes >= self.threshold, rate, rate.clamp(max=0))
+        bonus = masked.apply_mask(self.weight * rate, batch.mask.any(1) & (spread > 0))
+        return replace(batch, reward=batch.reward + bonus)

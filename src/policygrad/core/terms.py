@@ -30,7 +30,7 @@ from policygrad.errors import ConfigError
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
 
-KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
+KLForm = Literal["k2", "k3", "r*k1", "r*k3", "abs"]
 
 
 def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
@@ -62,13 +62,14 @@ class KLToReference(AdaptiveBeta, Term):
     k3     e^{−u} + u − 1        1 − e^{−u}    forward-KL direction on-policy; GRPO as published
     r*k1   r·u                   r(u + 1)      reverse KL, also off-policy
     r*k3   r(e^{−u} + u − 1)     r·u           reverse KL, also off-policy
+    abs    |u|                   sign(u)       no KL: the total variation Σ_a|π_θ − π_ref| on-policy
 
     k3's ratio is π_ref/π_θ. With `cap`, d has min(r, cap) in place of r: on tokens that have become more probable the objective
     goes on as the quadratic with that slope. Only completions that π_ref has read count (`Batch.has_reference`).
     With level='sequence', k2 is of the completion: (Σ_t u_t)²/2, so that d = Σ_t u_t at every token. Added to Ψ·log π_θ it is the
     regression of β·log(π_θ/π_ref) of the completion on Ψ.
-    Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; `cap`: Hübotter et al. 2026 (SDPO, code); `level`:
-    Brantley et al. 2025 (A*-PO), arXiv:2505.20686, and the authors' code.
+    Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4; abs: verl, core_algos.py (`kl_penalty_forward`);
+    `cap`: Hübotter et al. 2026 (SDPO, code); `level`: Brantley et al. 2025 (A*-PO), arXiv:2505.20686, and the authors' code.
 
     Raises:
         ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target; a cap without a ratio; the
@@ -82,6 +83,7 @@ class KLToReference(AdaptiveBeta, Term):
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
     aggregation: Aggregation | None = None
+    """The term's own average; None: the policy's. On the command line --algorithm.terms.kl-to-reference.aggregation TokenMean."""
     cap: float | None = setting(None, "at least 1", "or None", hint="r is 1 where the policy has not changed")
     """Upper bound of r; None: unbounded. For the forms with r."""
     level: Literal["token", "sequence"] = choice(token="each token's u", sequence="the completion's Σ u at every token")
@@ -117,6 +119,7 @@ class KLToReference(AdaptiveBeta, Term):
             "k3": "(1 − e^{−u})",
             "r*k1": f"{r}(u + 1)",
             "r*k3": f"{r}·u",
+            "abs": "sign(u)",
         }[self.form]
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{self.describe_target()}"
 
@@ -151,6 +154,8 @@ class KLToReference(AdaptiveBeta, Term):
             return -self.beta * (u if self.level == "token" else u.sum(1, keepdim=True).expand_as(u))
         if self.form == "k3":
             return self.beta * bounded_expm1(-u)
+        if self.form == "abs":
+            return -self.beta * u.sign()
         r = self._capped(bounded_exp(change))
         return -self.beta * r * (u + 1 if self.form == "r*k1" else u)
 
@@ -163,7 +168,8 @@ class KLToReference(AdaptiveBeta, Term):
         near, r = u - excess, self._capped(bounded_exp(change))
         beyond = r * excess * (u + near) / 2
         k3 = bounded_expm1(-near) + near
-        forms = {"k2": u * u / 2, "k3": k3, "r*k1": r * near + beyond + r * excess, "r*k3": r * k3 + beyond}
+        reverse = {"r*k1": r * near + beyond + r * excess, "r*k3": r * k3 + beyond}
+        forms = {"k2": u * u / 2, "k3": k3, "abs": u.abs(), **reverse}
         return -self.beta * forms[self.form]
 
 

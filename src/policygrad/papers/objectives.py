@@ -68,6 +68,8 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "cpgd": trust_regions.cpgd,
     "clip_cov": trust_regions.clip_cov,
     "kl_cov": trust_regions.kl_cov,
+    "ce_gppo": trust_regions.ce_gppo,
+    "aspo": trust_regions.aspo,
     "real": trust_regions.real,
     "fipo": trust_regions.fipo,
     "skywork_or1": grpo.skywork_or1,
@@ -92,7 +94,20 @@ READ_TOKEN_REWARDS = frozenset(
     {"reinforce", "otb", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
 )
 READ_WEIGHTS = frozenset(
-    {"dapo", "fipo", "prorl", "magistral", "cispo", "clip_cov", "kl_cov", "high_entropy", "prime", "gpg", "trpo_vine"}
+    {
+        "dapo",
+        "ce_gppo",
+        "fipo",
+        "prorl",
+        "magistral",
+        "cispo",
+        "clip_cov",
+        "kl_cov",
+        "high_entropy",
+        "prime",
+        "gpg",
+        "trpo_vine",
+    }
 )
 
 

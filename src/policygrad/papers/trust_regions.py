@@ -20,6 +20,8 @@ from policygrad.papers.completions import (
     count,
     count_tokens,
     group_z_score,
+    k3,
+    log_pi,
     tokens,
     total,
 )
@@ -187,6 +189,48 @@ def fipo(prompts: Prompts, max_tokens: int, half_life: float = 32.0, c: float = 
                 if A < 0:
                     surrogate = torch.maximum(surrogate, torch.tensor(c * A, dtype=torch.float64))
                 J = J + o.weight[t] * f * surrogate
+    return J / count_tokens(prompts)
+
+
+def ce_gppo(
+    prompts: Prompts, max_tokens: int, beta: tuple[float, float] = (0.75, 1.0), epsilon: float = 0.2, c: float = 10.0
+) -> Tensor:
+    """1/Σ|o| Σ of β₁ (1 − ε)/sg[r]·r Â where Â < 0 and r < 1 − ε, of β₂ (1 + ε)/sg[r]·r Â where Â > 0 and r > 1 + ε, of r Â
+    elsewhere; where Â < 0, at least c Â. Su et al. 2025 (CE-GPPO), and the authors' code for c.
+    """
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = group_z_score(o, outputs)
+            for t in range(len(o)):
+                r = o.r(t)
+                if A < 0 and r < 1 - epsilon:
+                    value = beta[0] * (1 - epsilon) / r.detach() * r * A
+                elif A > 0 and r > 1 + epsilon:
+                    value = beta[1] * (1 + epsilon) / r.detach() * r * A
+                else:
+                    value = r * A
+                if A < 0:
+                    value = torch.maximum(value, torch.tensor(c * A, dtype=torch.float64))
+                J = J + o.weight[t] * value
+    return J / count_tokens(prompts)
+
+
+def aspo(prompts: Prompts, max_tokens: int, epsilon: float = 0.2, c: float = 3.0, beta: float = 0.001) -> Tensor:
+    """1/Σ|o| Σ sg[w] Â log π_θ − β k3; w = min(1/r, c) where Â > 0, 0 beyond r = 1 + ε, and min(r, c) where Â < 0, 0 below 1 − ε.
+
+    Wang et al. 2025 (ASPO), as the gradient of the authors' code.
+    """
+    J = total([])
+    for outputs in prompts:
+        for o in outputs:
+            A = group_z_score(o, outputs)
+            for t in range(len(o)):
+                r = float(o.r(t).detach())
+                w = min(1 / r if A > 0 else r, c)
+                if (A > 0 and r > 1 + epsilon) or (A < 0 and r < 1 - epsilon):
+                    w = 0.0
+                J = J + w * A * log_pi(o, t) - beta * k3(o, t)
     return J / count_tokens(prompts)
 
 

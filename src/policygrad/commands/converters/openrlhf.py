@@ -27,6 +27,7 @@ DEFAULTS = {
     "algo.advantage.lambd": 1.0,
     "algo.advantage.no_std_norm": False,
     "algo.advantage.is_correction_threshold": [0.5, 5.0],
+    "algo.dynamic_filtering_range": [0, 1],
     "algo.advantage.is_correction_type": "tis",
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
@@ -242,6 +243,10 @@ def _answer_advantage(options: Options, estimator: str) -> Iterator[Outcome]:
         yield Left(plain, f"{estimator} is not whitened")
 
 
+_GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+"""Estimators whose baseline comes before the bounds of rewards and the KL."""
+
+
 def answer_kl(options: Options) -> Iterator[Outcome]:
     """The KL, in the loss or in the reward, and the entropy."""
     use, coefficient, kind = "algo.kl.use_loss", "algo.kl.init_coef", "algo.kl.estimator"
@@ -259,7 +264,7 @@ def answer_kl(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.terms.KLToReference.form", options.text(kind), (kind,))
     elif beta > 0:
         shaping = True
-        grouped = options.text("algo.advantage.estimator") in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+        grouped = options.text("algo.advantage.estimator") in _GROUPED
         note = "OpenRLHF subtracts it after the groups' baseline" if grouped else ""
         yield Line("algorithm.shaping.KLInReward", None, (coefficient,), note)
         yield Line("algorithm.shaping.KLInReward.beta", beta, (coefficient,))
@@ -291,6 +296,18 @@ def answer_kl(options: Options) -> Iterator[Outcome]:
         yield Line("algorithm.shaping.SoftOverlong.cache", cache, (buffer, name), f"a fraction of {length} tokens")
         factor = "reward.overlong_penalty_factor"
         yield options.number_line("algorithm.shaping.SoftOverlong.scale", factor)
+    if (bounds := "reward.clip_range") in options:
+        low, high = options.pair(bounds)
+        if options.text("algo.advantage.estimator") in _GROUPED:
+            yield Left(
+                bounds,
+                f"bounds what the group's baseline leaves, there: add ClipAdvantage(low={low:g}, high={high:g}) after it",
+            )
+        else:
+            shaping = True
+            yield Line("algorithm.shaping.ClipReward", None, (bounds,))
+            yield Line("algorithm.shaping.ClipReward.low", low, (bounds,))
+            yield Line("algorithm.shaping.ClipReward.high", high, (bounds,))
     if not shaping:
         yield Line("algorithm.shaping", [], (use,) if in_loss else (coefficient,))
 
@@ -299,27 +316,29 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
     """Dynamic sampling, and weights for the difference between engine and learner."""
     filters, own = "algo.dynamic_filtering", "algo.advantage.is_correction"
     if options.flag(f"{filters}_enable"):
-        note = "groups whose rewards are all equal: the same for rewards of 0 and 1"
-        yield Line("algorithm.filters.DropZeroVariance", None, (f"{filters}_enable", f"{filters}_range"), note)
+        low, high = options.pair(f"{filters}_range")
+        yield Line("algorithm.filters.RewardRange", None, (f"{filters}_enable",))
+        yield Line("algorithm.filters.RewardRange.low", low, (f"{filters}_range",))
+        yield Line("algorithm.filters.RewardRange.high", high, (f"{filters}_range",))
     else:
         yield Line("algorithm.filters", [], ())
-    kind = options.text(f"{own}_type")
-    if options.flag(f"{own}_enable") and kind in ("tis", "icepop"):
-        low, high = options.pair(f"{own}_threshold")
-        part = "TruncatedIS" if kind == "tis" else "MaskedIS"
-        yield Line(f"algorithm.corrections.{part}", None, (f"{own}_enable", f"{own}_type"))
-        if kind == "tis":
-            note = "weights below the lower bound are not raised"
-            yield Line("algorithm.corrections.TruncatedIS.cap", high, (f"{own}_threshold",), note)
-        else:
-            yield Line("algorithm.corrections.MaskedIS.low", low, (f"{own}_threshold",))
-            yield Line("algorithm.corrections.MaskedIS.high", high, (f"{own}_threshold",))
-    else:
+    yield from _answer_corrections(options, own)
+
+
+def _answer_corrections(options: Options, own: str) -> Iterator[Outcome]:
+    kind, source = options.text(f"{own}_type"), (f"{own}_threshold",)
+    if not options.flag(f"{own}_enable"):
         yield Line("algorithm.corrections", [], ())
-        if options.flag(f"{own}_enable"):
-            yield Left(
-                f"{own}_type", f"{kind}, weights of completions whose geometric mean is in range, has no equivalent"
-            )
+        return
+    low, high = options.pair(f"{own}_threshold")
+    part = {"tis": "TruncatedIS", "icepop": "MaskedIS"}.get(kind, "MismatchMask")
+    key = f"algorithm.corrections.{part}"
+    yield Line(key, None, (f"{own}_enable", f"{own}_type"))
+    yield Line(f"{key}.{'cap' if kind == 'tis' else 'high'}", high, source)
+    yield Line(f"{key}.low", low, source)
+    if part == "MismatchMask":  # seq-mask-tis weighs the tokens of the completions that it keeps, without a bound
+        yield Line("algorithm.corrections.TruncatedIS", None, (f"{own}_type",))
+        yield Line("algorithm.corrections.TruncatedIS.cap", float("inf"), (f"{own}_type",))
 
 
 def answer_batches(options: Options) -> Iterator[Outcome]:
@@ -542,7 +561,7 @@ RULES = (
         answer_algorithm,
     ),
     Rule(
-        "algo.kl.* actor.entropy_coef reward.overlong_*",
+        "algo.kl.* actor.entropy_coef reward.overlong_* reward.clip_range",
         answer_kl,
     ),
     Rule(

@@ -226,12 +226,17 @@ def _answer_loss(options: Options) -> Iterator[Outcome]:
     if kind not in ("default", "ipo"):
         raise ConfigError(f"{LOSS}.type = {kind} is a function of your own: write it as a part (docs/extending.md)")
     bounds = [f"{LOSS}.ipo_threshold"] if kind == "ipo" else [f"{LOSS}.dppo_mask_high", f"{LOSS}.dppo_mask_low"]
-    yield Line("algorithm.gate", "DivergenceClip", (f"{LOSS}.type",))
-    if len({options.number(bound) for bound in bounds}) > 1:
-        note = "one bound for both sides here, the upper one"
+    if kind == "ipo":  # a window without a side: whichever sign the advantage has
+        yield Line("algorithm.gate", "Importance", (f"{LOSS}.type",))
+        yield Line("algorithm.corrections.MismatchMask", None, (f"{LOSS}.type",))
+        for key, value in (("measure", "tv"), ("level", "token"), ("of", "current")):
+            yield Line(f"algorithm.corrections.MismatchMask.{key}", value, (f"{LOSS}.type",))
+        yield options.number_line("algorithm.corrections.MismatchMask.high", bounds[0])
     else:
-        note = "without a side: masked whichever sign the advantage has, there" if kind == "ipo" else ""
-    yield Line("algorithm.gate.delta", float(options.number(bounds[0])), tuple(bounds), note)
+        yield Line("algorithm.gate", "DivergenceClip", (f"{LOSS}.type",))
+        differ = len({options.number(bound) for bound in bounds}) > 1
+        note = "one bound for both sides here, the upper one" if differ else ""
+        yield Line("algorithm.gate.delta", float(options.number(bounds[0])), tuple(bounds), note)
     if (beta := options.number(tau)) > 0:
         yield Line("algorithm.terms.KLToOld", None, (tau,))
         yield Line(

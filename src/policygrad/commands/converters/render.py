@@ -148,8 +148,9 @@ def _write_algorithm(done: Conversion, lines: Sequence[Line]) -> Iterator[str]:
                 part = path[0]
                 first = next((x for x in nested if x.key == f"algorithm.{field}.{part}"), line)
                 yield from ("", f"[[algorithm.{field}]]")
+                name = part.partition("#")[0]  # the second of a kind is MismatchMask#2
                 yield from _write_line(
-                    done, first._replace(note=first.note if first is not line else line.note), "part", part
+                    done, first._replace(note=first.note if first is not line else line.note), "part", name
                 )
             if len(path) > 1 or field not in CASCADES:
                 yield from _write_line(done, line, path[-1], line.value)

@@ -318,10 +318,10 @@ def _answer_corrections(options: Options) -> Iterator[Outcome]:
             bound,
             (cap,) if cap in options else (correction,),
         )
-        if kind != "truncate":
-            least = "vllm_importance_sampling_clip_min"
+        least = "vllm_importance_sampling_clip_min"
+        if kind != "truncate" or options.get(least) is not None:
             yield Line(
-                "algorithm.corrections.MaskedIS.low",
+                f"algorithm.corrections.{part}.low",
                 float(options.number(least)) if options.get(least) is not None else 0.0,
                 (least,) if least in options else (correction,),
             )

@@ -26,15 +26,14 @@ from policygrad.commands.converters.base import (
 )
 from policygrad.commands.converters.verl_algorithm import (
     ACTOR,
-    CORRECTION,
     OVERLONG,
     ROLLOUT,
     answer_algorithm,
-    answer_corrections,
     answer_filters,
     answer_kl,
     answer_shaping,
 )
+from policygrad.commands.converters.verl_corrections import CORRECTION, answer_corrections, expand_presets
 from policygrad.errors import ConfigError
 
 MODEL = "actor_rollout_ref.model"
@@ -124,7 +123,7 @@ def read_overrides(words: Sequence[tuple[str, int]]) -> list[Setting]:
             raise ConfigError(f"{place}{word!r} is not an override of verl: write it as name.of.option=value")
         else:
             break
-    return settings
+    return expand_presets(settings)
 
 
 def read_tables(data: Mapping[str, Any]) -> list[Setting]:
@@ -134,7 +133,9 @@ def read_tables(data: Mapping[str, Any]) -> list[Setting]:
     ]
     pairs = [(name, value) for name, value in pairs if not (isinstance(value, str) and "${" in value)]
     pairs = [(name, parse_value(value) if isinstance(value, str) else value) for name, value in pairs]
-    return [Setting(name, value, f"{name}={value}") for name, value in pairs if value is not None and value != {}]
+    return expand_presets(
+        [Setting(name, value, f"{name}={value}") for name, value in pairs if value is not None and value != {}]
+    )
 
 
 def answer_batches(options: Options) -> Iterator[Outcome]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from policygrad.commands.converters.base import Left, Line, Options, Outcome
+from policygrad.commands.converters.verl_corrections import CORRECTION
 from policygrad.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 ESTIMATORS = {  # adv_estimator -> the algorithm here
     "gae": "ppo",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
+    "grpo_passk": "grpo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "remax": "remax",
@@ -48,11 +48,23 @@ FORMS = {
     "k2": "k2",
     "k1+": "k2",
     "kl+": "k2",
+    "abs": "abs",
+    "abs+": "k2",
     "k3+": "k2",
     "low_var_kl+": "k2",
 }
 """kl_loss_type -> the form here. With + verl takes k2's gradient, whatever is shown."""
-GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+GROUPS = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
 
 
 def answer_algorithm(options: Options) -> Iterator[Outcome]:
@@ -64,7 +76,9 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
             f"{name}={estimator} has no equivalent here: known are {', '.join(ESTIMATORS)}. Convert with one of them, and write "
             "the advantage yourself ([algorithm] advantage)"
         )
-    base = LOSSES.get(loss, ESTIMATORS[estimator]) if estimator in ("grpo", "gpg") else ESTIMATORS[estimator]
+    base = (
+        LOSSES.get(loss, ESTIMATORS[estimator]) if estimator in ("grpo", "grpo_passk", "gpg") else ESTIMATORS[estimator]
+    )
     sources = (name, mode) if mode in options else (name,)
     note = "its multi-turn form has no equivalent" if estimator.startswith("tir_") else ""
     yield Line("algorithm.name", base, sources, note)
@@ -85,12 +99,17 @@ def _answer_advantage(options: Options, estimator: str) -> Iterator[Outcome]:
         if options.flag(std):
             yield Line("algorithm.advantage.GroupStd", None, (std,))
             yield Line("algorithm.advantage.GroupStd.eps", 1e-6, (std,), "verl's")
+    elif estimator == "grpo_passk":
+        yield Line("algorithm.advantage.MarginalMax", None, source)
+        if options.flag(std):
+            yield Line("algorithm.advantage.GroupStd", None, (std,))
+            yield Line("algorithm.advantage.GroupStd.eps", 1e-6, (std,), "verl's")
     elif estimator == "gae":
         for key in ("gamma", "lam"):
             yield options.number_line(f"algorithm.advantage.GAE.{key}", f"algorithm.{key}")
             yield options.number_line(f"algorithm.critic.{key}", f"algorithm.{key}")
         yield Line("algorithm.advantage.Whiten", None, source)
-    if estimator not in ("grpo", "grpo_vectorized") and std in options:
+    if estimator not in ("grpo", "grpo_vectorized", "grpo_passk") and std in options:
         yield Left(std, f"is for grpo, and the estimator is {estimator}")
     if estimator != "gae":
         discount = options.number("algorithm.gamma")
@@ -270,41 +289,3 @@ def answer_filters(options: Options) -> Iterator[Outcome]:
     rounds = f"{name}.max_num_gen_batches"
     if rounds in options and options.count(rounds) > 0:
         yield options.count_line("algorithm.filters.DropZeroVariance.max_rounds", rounds)
-
-
-def answer_corrections(options: Options) -> Iterator[Outcome]:
-    """Weights for the difference between engine and learner."""
-    ratio, rejection = options.text(f"{CORRECTION}.rollout_is"), options.text(f"{CORRECTION}.rollout_rs")
-    bypass = options.flag(f"{CORRECTION}.bypass_mode")
-    parts, normalize = 0, f"{CORRECTION}.rollout_is_batch_normalize"
-    if normalize in options and options.flag(normalize):
-        yield Left(normalize, "weights are not normalised to a mean of 1")
-    if bypass:  # π_old is the sampler's policy, and nothing is left to correct
-        yield Line("algorithm.old_policy", "sampler", (f"{CORRECTION}.bypass_mode",))
-        yield Line("algorithm.corrections", [], (f"{CORRECTION}.bypass_mode",))
-        if rejection not in ("", "null"):
-            yield Left(
-                f"{CORRECTION}.rollout_rs",
-                "with the sampler's log-probabilities as π_old the gate bounds the ratio; none is rejected",
-            )
-        return
-    if ratio in ("token", "sequence"):
-        threshold = f"{CORRECTION}.rollout_is_threshold"
-        parts += 1
-        yield Line("algorithm.corrections.TruncatedIS", None, (f"{CORRECTION}.rollout_is",))
-        yield options.number_line("algorithm.corrections.TruncatedIS.cap", threshold)
-        yield Line("algorithm.corrections.TruncatedIS.level", ratio, (f"{CORRECTION}.rollout_is",))
-    kinds = {"token_k1": "token", "seq_sum_k1": "sequence"}
-    bounds = re.fullmatch(r"([\d.]+)_([\d.]+)", options.text(f"{CORRECTION}.rollout_rs_threshold").partition(",")[0])
-    kind = kinds.get(rejection.partition(",")[0])
-    if kind and bounds:
-        parts += 1
-        note = "of several, the first" if "," in rejection else ""
-        yield Line("algorithm.corrections.MaskedIS", None, (f"{CORRECTION}.rollout_rs",), note)
-        yield Line("algorithm.corrections.MaskedIS.low", float(bounds[1]), (f"{CORRECTION}.rollout_rs_threshold",))
-        yield Line("algorithm.corrections.MaskedIS.high", float(bounds[2]), (f"{CORRECTION}.rollout_rs_threshold",))
-        yield Line("algorithm.corrections.MaskedIS.level", kind, (f"{CORRECTION}.rollout_rs",))
-    elif rejection:
-        yield Left(f"{CORRECTION}.rollout_rs", f"of verl's rejections only {' and '.join(kinds)} have an equivalent")
-    if not parts:
-        yield Line("algorithm.corrections", [], ())

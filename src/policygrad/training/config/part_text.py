@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from typing import Any
 
 from policygrad.errors import ConfigError
@@ -43,6 +44,8 @@ def _read_value(node: ast.expr, text: str) -> Any:
             return value
         case ast.Name(id="true" | "false" as word):
             return word == "true"
+        case ast.Name(id="inf"):
+            return math.inf
         case ast.Name(id=word):
             return word
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if not isinstance(
