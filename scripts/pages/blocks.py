@@ -275,8 +275,8 @@ def repair_block(report: Mapping[str, Any] | None = None) -> str:
     repeated = sorted({tuple(run["verified_steps"]) for run in runs})
     text = (
         "Before and after are the shares of the held-out bugs that were repaired, four episodes each, with intervals of 95 % over "
-        f"bugs. What comes before the training took {prepared / 60:.1f} CPU minutes, once; a run takes {per_episode:.2f} CPU seconds "
-        f"per episode ({versions})."
+        f"bugs. What comes before the training took {prepared / 60:.1f} CPU minutes, once; a run takes {per_episode:.2f} CPU "
+        f"seconds per episode ({versions})."
     )
     steps = " or ".join(" and ".join(map(str, each)) for each in repeated)
     checked = (

@@ -309,7 +309,7 @@ def chain_sections() -> tuple[str, ...]:
     rows = [(", ".join(names), takes, gives) for (takes, gives), names in sorted(by_rule.items())]
     return (
         "## Which link can follow which",
-        "Between two links Ψ is one of four things. An algorithm whose links do not fit is refused when it is built, with the "
+        "Between two links Ψ is one of five things. An algorithm whose links do not fit is refused when it is built, with the "
         "remedy. `OptimalBaseline('logits')` gives a number for each token, and `BatchStd(of='rewards')` takes a reward; a part of "
         "your own takes anything and leaves it what it is, unless its class says `takes` and `gives`.",
         table(("links", "take", "give"), rows),

@@ -28,7 +28,7 @@ from policygrad.training.run_folder import create_run_folder
         (replace(pg.GRPO, terms=()), "grpo-KLToReference", "grpo-KLToReference"),
         (replace(pg.GRPO, advantage=(pg.GroupMean(),)), "grpo-GroupStd", "grpo-GroupStd"),
         (replace(pg.GRPO, advantage=(pg.LeaveOneOut(),)), "grpo+LeaveOneOut-GroupStd", "grpo+LeaveOneOut-GroupStd"),
-        (replace(pg.GRPO, advantage=(pg.GroupStd(), pg.GroupMean())), "grpo+reordered", "grpo+reordered"),
+        (replace(pg.ASYMRE, advantage=pg.ASYMRE.advantage[::-1]), "asymre+reordered", "asymre+reordered"),
         (replace(pg.GRPO, gate=pg.Clip(0.2, 0.3)), "grpo", "grpo (Clip.high = 0.3)"),
         (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3)), "grpo", "grpo (Clip.low = 0.1, Clip.high = 0.3)"),
         (replace(pg.DAPO, terms=(pg.KLToReference(),)), "dapo+KLToReference", "dapo+KLToReference"),

@@ -317,7 +317,8 @@ BOUNDS = {
         "FutureKL.c",
     ),
     *("ClippedImportance.high", "ClipCov.low", "ClipCov.high", "ClipCov.cov_high", "TruncatedIS.cap", "MaskedIS.high"),
-    *("PassRateBand.high", "MovingLevel.up"),
+    *("PassRateBand.high", "MovingLevel.up", "MismatchMask.high", "ClipReward.high", "ClipAdvantage.high"),
+    *("GradientPreservingClip.high", "GradientPreservingClip.c", "FlippedImportance.high", "FlippedImportance.c"),
 }
 
 

@@ -207,7 +207,7 @@ def test_origins_are_inherited_only_with_the_value() -> None:
 
 def test_differences_from_the_parent() -> None:
     assert diff_algorithms(pg.GRPO, pg.DAPO) == {
-        "filters": ("–", "DropZeroVariance(refill, 4, True) MaskTruncated(False)"),
+        "filters": ("–", "DropZeroVariance MaskTruncated(False)"),
         "shaping": ("–", "SoftOverlong(0.2, 1)"),
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
         "aggregation": ("SequenceMean", "TokenMean"),

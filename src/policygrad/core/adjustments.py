@@ -21,8 +21,8 @@ class ClipAdvantage(Advantage):
     Source: NeMo-RL, algorithms/grpo.py (advantage_clip_low, advantage_clip_high).
     """
 
-    low: float = setting(-3.0, "a finite number")
-    high: float = setting(3.0, "a finite number")
+    low: float = setting(-3.0, "a number", unbounded=True)
+    high: float = setting(3.0, "a number", unbounded=True)
     reads_reward: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class MismatchMask(Correction):
     level: Literal["mean", "sum", "any", "token"] = choice(
         mean="over a completion's tokens", sum="of them", any="one token out of bounds", token="each by itself"
     )
-    high: float = setting(1.01, "above 0")
+    high: float = setting(1.01, "above 0", unbounded=True)
     low: float | None = acts_with(setting(None, "in [0, 1]"), measure="ratio")
     """Lower bound of ρ; None: 1/high. 0: none."""
     of: Literal["old", "current"] = choice(old="π_old", current="π_θ at each update")

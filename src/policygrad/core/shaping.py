@@ -124,8 +124,8 @@ class ClipReward(Shaping):
     Source: OpenRLHF, models/utils.py (--reward.clip_range); Ouyang et al. 2022 and TRL's reward_clip_range clip alike.
     """
 
-    low: float = -10.0
-    high: float = 10.0
+    low: float = setting(-10.0, "a number", unbounded=True)
+    high: float = setting(10.0, "a number", unbounded=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,12 +25,12 @@ class GradientPreservingClip(RatioGate):
     """
 
     low: float = setting(0.2, "in [0, 1]")
-    high: float = setting(0.2, "at least 0")
+    high: float = setting(0.2, "at least 0", unbounded=True)
     beta_low: float = setting(0.75, "at least 0")
     """β₁, of tokens with Ψ < 0 that have become less likely than the clip allows."""
     beta_high: float = setting(1.0, "at least 0")
     """β₂, of tokens with Ψ > 0 that have become more likely than the clip allows."""
-    c: float = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0")
+    c: float = setting(10.0, "above 1", hint="it bounds r from above where Ψ < 0", unbounded=True)
     """Bound on r where Ψ < 0 (dual clip); inf: none."""
 
     @property
@@ -75,8 +75,8 @@ class FlippedImportance(RatioGate):
     """
 
     low: float = setting(0.2, "in [0, 1]")
-    high: float = setting(0.2, "at least 0")
-    c: float = setting(3.0, "above 1")
+    high: float = setting(0.2, "at least 0", unbounded=True)
+    c: float = setting(3.0, "above 1", unbounded=True)
     """Largest weight."""
 
     @property
