@@ -58,9 +58,12 @@ MAX_TRIED_UPDATES = 64
 REWARD_TOLERANCE = Tolerance(1e-9, 1e-9)
 MOMENT_TOLERANCE = 0.02
 """Relative, of the norm of a tensor of moments where results are not the same bits."""
-UNREPEATABLE_METRICS = ("time/", "tokens_per_second", "sampler/prefill_", "rewards/failed_timeout", "rewards/logged/")
-"""Metrics that depend on the machine, on how busy it is, and on what was sampled before the step; and what reward functions log,
-which may be a time."""
+UNREPEATABLE_METRICS = (
+    *("time/", "tokens_per_second", "tokens/computed", "sampler/prefill_"),
+    *("rewards/failed_timeout", "rewards/logged/"),
+)
+"""Metrics that depend on the machine, on how busy it is, on how processes divide texts, and on what was sampled before the step; and
+what reward functions log, which may be a time."""
 
 
 @dataclass(frozen=True, eq=False)
