@@ -100,10 +100,9 @@ def generate_files() -> dict[Path, str]:
         DOCS / "primer.md": fill_blocks(
             DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
-        DOCS / "agents.md": fill_blocks(DOCS / "agents.md", measured=proxy_block()),
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "serve.md": fill_blocks(DOCS / "serve.md", measured=serve_block()),
-        DOCS / "agents.md": fill_blocks(DOCS / "agents.md", agents=agents_block()),
+        DOCS / "agents.md": fill_blocks(DOCS / "agents.md", agents=agents_block(), measured=proxy_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "repair.md": fill_blocks(DOCS / "repair.md", repair=repair_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
