@@ -6,7 +6,8 @@ python scripts/measure_gpu.py --device cpu          the same code with tiny shap
 
 Each part is a process of its own with a time limit: one that fails or hangs costs none of the others. Models have random weights
 and the shapes of Qwen3-0.6B and Qwen3-4B, so nothing is downloaded; only the default run needs reasoning-gym, and is left out
-without it. The tables of docs/scaling.md are made from docs/results/gpu.json (--results).
+without it. docs/gpu.md is made from docs/results/gpu.json; `python scripts/gpu_record.py .bench/gpu.json docs/results/gpu.json` adds
+new parts to it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]  # also where nothing is installed
 
+import gpu_parts  # noqa: E402
+import gpu_real_model  # noqa: E402
+from gpu_parts import CheckFailedError as CheckFailedError  # noqa: E402
+from gpu_parts import check  # noqa: E402
+from gpu_record import NOT_RUN, stamp, write_part  # noqa: E402
 from gpu_versus import Step, build_on_cpu, measure_step  # noqa: E402
 
 import policygrad as pg  # noqa: E402
@@ -66,16 +71,6 @@ from policygrad.training import calibration  # noqa: E402
 RESULTS = ROOT / ".bench" / "gpu.json"
 TINY = DenseShape("tiny", 64, 128, 2, 4, 2, 16, 512, tied=True, qk_norm=True)
 GIB = 2**30
-
-
-class CheckFailedError(AssertionError):
-    """A number is not what it must be."""
-
-
-def check(holds: bool, message: str) -> None:
-    """Raise CheckFailedError unless something holds."""
-    if not holds:
-        raise CheckFailedError(message)
 
 
 @dataclass(frozen=True)
@@ -519,6 +514,8 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
         for name, step in (("", "step"), (", long prompt", "long_step"))
         for side in ("policygrad", "trl", "trl, continuous batching")
     },
+    **gpu_parts.PARTS,
+    **gpu_real_model.PARTS,
 }
 """Name -> time limit in seconds, and what is run."""
 
@@ -538,27 +535,21 @@ def main() -> int:
     ]  # asked here, it would forbid forks
     if not device:
         parser.error("this machine has no GPU that PyTorch can use: --device cpu runs the same code with tiny shapes")
-    versions = {name: version(name) for name in ("torch", "transformers")} | {"policygrad": pg.__version__}
-    versions |= {"python": sys.version.split()[0]}
-    results: dict[str, Any] = {"versions": versions, "device": device, "parts": {}}
-    before = json.loads(args.results.read_text(encoding="utf-8")) if args.results.is_file() else {}
-    if (before.get("versions"), before.get("device")) == (versions, device):
-        results["parts"] = before["parts"]  # of earlier calls on such a machine
+    outcomes = list[dict[str, Any]]()
     end = time.perf_counter() + args.seconds
     for name in args.parts:
         limit, work = PARTS[name]
         limit = min(limit, int(end - time.perf_counter()))
-        outcome = {"error": "no time was left for it", "seconds": 0.0}
+        outcome = {"error": NOT_RUN, "seconds": 0.0}
         if limit > 0:
             outcome = run_part(work, args.device, limit)
-        results["parts"][name] = outcome
+        outcomes.append(outcome)
+        write_part(args.results, name, outcome | stamp(name, device))
         print(
             f"{'ok    ' if 'result' in outcome else 'FAILED'} {outcome['seconds']:6.1f} s  {name}: {describe(outcome)}",
             flush=True,
         )
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0 if all("result" in results["parts"][name] for name in args.parts) else 1
+    return 0 if all("result" in outcome for outcome in outcomes) else 1
 
 
 def name_device(device: str) -> str:
