@@ -46,6 +46,7 @@ WIDE = {
     "vocab_size": 32_000,
     "max_position_embeddings": 8192,
     "sliding_window": 512,
+    "vocab_size_per_layer_input": 32_000,
     "initializer_range": 0.02,
 }
 
@@ -203,80 +204,68 @@ def check_captures(device: str) -> dict[str, Any]:
     """CUDA graphs that are captured while a learner updates in another thread: the completions of a sampler alone."""
     shape = replace(SMALL, hidden=128, heads=8)
     prompts = [torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 30, 19)]
-    drawn, updates, failed = list[list[Generation]](), [0], list[BaseException]()
-    for beside in (False, True):
+
+    def draw() -> list[Generation]:
         sampler = LocalSampler(calibration.build_model(shape, "fp32", device), frozenset({5}), 0)
-        done, begun = Event(), Event()
-        learner, algorithm = _make_learner(calibration.build_model(shape, "fp32", device), device, micro_tokens=256)
-        batch = calibration.build_batch(shape, Workload(8, 1, 8, 56, 56))
-        psi = torch.where(batch.mask, 0.1, 0.0)
+        return [x for i in range(3) for x in asyncio.run(sampler.generate(_ask(prompts, 8, 40 + 20 * i)))]
 
-        def learn(learner: Any = learner, batch: Any = batch, psi: Any = psi, algorithm: Any = algorithm) -> None:
-            try:
-                while not done.is_set():
-                    learner.update(batch, psi, algorithm)
-                    updates[0] += 1
-                    begun.set()
-            except BaseException as error:
-                failed.append(error)
-                begun.set()
+    alone = draw()
+    learner, algorithm = _make_learner(calibration.build_model(shape, "fp32", device), device, micro_tokens=256)
+    batch = calibration.build_batch(shape, Workload(8, 1, 8, 56, 56))
+    psi = torch.where(batch.mask, 0.1, 0.0)
+    done, begun, failed, updates = Event(), Event(), list[BaseException](), [0]
 
-        thread = Thread(target=learn)
-        if beside:
-            thread.start()
-            begun.wait()
+    def learn() -> None:
         try:
-            found = [x for i in range(3) for x in asyncio.run(sampler.generate(_ask(prompts, 8, 40 + 20 * i)))]
+            while not done.is_set():
+                learner.update(batch, psi, algorithm)
+                updates[0] += 1
+                begun.set()
+        except BaseException as error:
+            failed.append(error)
         finally:
-            done.set()
-            if beside:
-                thread.join()
-        drawn.append(found)
+            begun.set()
+
+    thread = Thread(target=learn)
+    thread.start()
+    begun.wait()
+    try:
+        beside = draw()
+    finally:
+        done.set()
+        thread.join()
     if failed:
         raise failed[0]
-    same = sum(torch.equal(a.tokens, b.tokens) for a, b in zip(*drawn, strict=True))
-    check(same >= len(drawn[0]) - 2, f"only {same} of {len(drawn[0])} completions are those of a sampler alone")
-    return {"same completions": f"{same} of {len(drawn[0])}", "updates beside it": updates[0]}
+    same = sum(torch.equal(a.tokens, b.tokens) for a, b in zip(alone, beside, strict=True))
+    check(same >= len(alone) - 2, f"only {same} of {len(alone)} completions are those of a sampler alone")
+    return {"same completions": f"{same} of {len(alone)}", "updates beside it": updates[0]}
 
 
 def check_pictures(device: str) -> dict[str, Any]:
-    """Models that see: log-probabilities of completions after pictures, in float32, as the CPU's."""
-    from doubles.vision_models import FAMILIES as SEEING
-    from doubles.vision_models import make_family
-
-    report: dict[str, Any] = {}
-    for name in ("idefics3", "qwen3_vl", "qwen3_5", "gemma3", "gemma4"):
-        assert name in SEEING
-        states = list[Tensor]()
-        for where in ("cpu", device):
-            model, processor = make_family(name)
-            from doubles.vision_models import make_picture
-
-            message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}
-            text = processor.apply_chat_template([message], tokenize=False)
-            picture = (
-                make_picture(32, 24, 0).open()
-                if hasattr(make_picture(32, 24, 0), "open")
-                else _open(make_picture(32, 24, 0))
-            )
-            inputs = processor(text=[text], images=[[picture]], return_tensors="pt").to(where)
-            logits = model.to(where)(**inputs).logits.float()
-            loss = logits.log_softmax(-1)[0, :, 5].sum()
-            loss.backward()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            states.append(torch.cat([logits.detach().flatten(), gradient]).cpu().double())
-        error = float((states[1] - states[0]).norm() / states[0].norm())
-        check(error <= 1e-3, f"{name}: logits and gradient are off by {error:.2g} of their norm")
-        report[name] = error
-    return report
-
-
-def _open(picture: Any) -> Any:
+    """Models that see: logits and gradient of a text with a picture, in float32, as the CPU's."""
     import io
 
     from PIL import Image
 
-    return Image.open(io.BytesIO(picture.data)).convert("RGB")
+    from doubles.vision_models import make_family, make_picture
+
+    picture = Image.open(io.BytesIO(make_picture(32, 24, 0).data)).convert("RGB")
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}
+    report: dict[str, Any] = {}
+    for name in ("idefics3", "qwen3_vl", "qwen3_5", "gemma3", "gemma4"):
+        found = list[Tensor]()
+        for where in ("cpu", device):
+            model, processor = make_family(name)
+            text = processor.apply_chat_template([message], tokenize=False)
+            inputs = processor(text=[text], images=[[picture]], return_tensors="pt").to(where)
+            logits = model.to(where)(**inputs).logits.float()
+            logits.log_softmax(-1)[0, :, 5].sum().backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            found.append(torch.cat([logits.detach().flatten(), gradient]).cpu().double())
+        error = float((found[1] - found[0]).norm() / found[0].norm())
+        check(error <= 1e-3, f"{name}: logits and gradient are off by {error:.2g} of their norm")
+        report[name] = error
+    return report
 
 
 def check_offload(device: str) -> dict[str, Any]:

@@ -116,10 +116,8 @@ def train_real_model(device: str) -> dict[str, Any]:
         start = time.perf_counter()
         _call([*words, "--steps", str(steps), *held_out, "--output", "run"], folder)
         seconds = time.perf_counter() - start
-        report = _describe_run(folder / "run") | {
-            "model": where if where == "tiny" else model.name,
-            "seconds of the command": seconds,
-        }
+        report = {"model": where if where == "tiny" else model.name, "seconds of the command": seconds}
+        report |= _describe_run(folder / "run")
         for kind in sorted(set(sets) & {"gsm8k"}):
             report["GSM8K's test problems"] = _measure(folder, where, kind, device, count)
         checked = _call(["verify", "run", "--json"], folder, allowed=(0, 1))

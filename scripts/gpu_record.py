@@ -1,7 +1,7 @@
 """What scripts/measure_gpu.py writes: the outcome of each part with its date, card, versions, commit and the digest of its code.
 
-The digest is of the source files that a part measures. Where it is not that of the files as they are now, the row of docs/gpu.md says
-that the code has changed since. It needs no git, which a machine with a GPU may not have.
+The digest is of the source files that a part measures. Where it is not that of the files as they are now, the row of docs/gpu.md
+says that the code has changed since. It needs no git, which a machine with a GPU may not have.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ python scripts/measure_gpu.py --device cpu          the same code with tiny shap
 
 Each part is a process of its own with a time limit: one that fails or hangs costs none of the others. Models have random weights
 and the shapes of Qwen3-0.6B and Qwen3-4B, so nothing is downloaded; only the default run needs reasoning-gym, and is left out
-without it. docs/gpu.md is made from docs/results/gpu.json; `python scripts/gpu_record.py .bench/gpu.json docs/results/gpu.json` adds
+without it. docs/gpu.md is made from docs/results/gpu.json; `scripts/gpu_record.py .bench/gpu.json docs/results/gpu.json` adds
 new parts to it.
 """
 
@@ -514,8 +514,8 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
         for name, step in (("", "step"), (", long prompt", "long_step"))
         for side in ("policygrad", "trl", "trl, continuous batching")
     },
-    **gpu_parts.PARTS,
     **gpu_real_model.PARTS,
+    **gpu_parts.PARTS,
 }
 """Name -> time limit in seconds, and what is run."""
 
