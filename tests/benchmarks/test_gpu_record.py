@@ -9,9 +9,9 @@ import gpu_real_model
 import gpu_record
 import pieces
 import pytest
-from pages import gpu
 
-from policygrad.rewards.builtin import GSM8K
+from pages import gpu
+from policygrad.rewards.math import Gsm8k
 
 
 def test_pieces_give_the_file_again(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_generated_problems_differ_and_their_answers_are_scored_right() -> None:
     rows = gpu_real_model.make_problems(200, seed=0)
     assert len({row["prompt"][0]["content"] for row in rows}) == 200
     answers = [row["answer"] for row in rows]
-    texts = [[{"role": "assistant", "content": f"So #### {x}"}] for x in answers]
-    assert GSM8K(last=True)([row["prompt"] for row in rows], texts, answer=answers) == [1.0] * 200
+    texts = [f"So #### {x}" for x in answers]
+    assert [Gsm8k().score(text, x) for text, x in zip(texts, answers, strict=True)] == [1.0] * 200
