@@ -99,7 +99,7 @@ def _tell(parts: dict[str, Any], name: str, text: Describe) -> str:
 
 def _in_cell(text: str) -> str:
     """Return text that ends no cell of a table."""
-    return re.sub(r"[|`]|\s+", " ", text)
+    return re.sub(r"[|`\s]+", " ", text)
 
 
 def _when(parts: dict[str, Any], name: str) -> str:
