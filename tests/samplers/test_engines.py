@@ -396,6 +396,30 @@ def test_whatever_waits_shares_one_poll_which_ends_with_the_last_and_fails_for_a
     wait(run())
 
 
+def test_what_begins_while_a_poll_is_ending_has_one_of_its_own(wait: AsyncRunner) -> None:
+    """At each moment of the end of what waited before it."""
+
+    async def never() -> None:
+        raise AssertionError("an interval has passed")
+
+    async def some() -> str:
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return "second"
+
+    async def run() -> None:
+        for moment in range(8):
+            poll = SharedPoll(never, 60.0)
+            first = asyncio.ensure_future(poll.during(asyncio.sleep(0, "first")))
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            assert await poll.during(some()) == "second"
+            assert await first == "first"
+            assert len(asyncio.all_tasks()) == 1
+
+    wait(run())
+
+
 def test_calls_at_the_same_time_read_the_load_of_a_server_once(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
