@@ -44,8 +44,7 @@ class RequestRefusedError(EngineError):
 class HttpClient:
     """Connections to all servers. It ignores proxy variables of the environment, as engines run close to the learner.
 
-    Each request has an httpx client of its own while it is open: one client looks at all of its connections for every request,
-    which takes most of the processor time with 64 at once.
+    Each request has an httpx client of its own while it is open, since a client looks at all of its connections for every request.
     """
 
     def __init__(self, timeout: float, transport: Any = None, key: str = "") -> None:
