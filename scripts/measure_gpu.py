@@ -40,6 +40,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]  # also where nothing is installed
 
+import gpu_colocation  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_real_model  # noqa: E402
 from gpu_parts import CheckFailedError as CheckFailedError  # noqa: E402
@@ -460,6 +461,12 @@ def measure_versus(device: str, side: str, step: str = "step") -> dict[str, Any]
     return measure_step(device, side, getattr(sizes, step), lambda: build_on_cpu(sizes.small, device))
 
 
+def measure_colocation(device: str) -> dict[str, Any]:
+    """Return what a server on the learner's device and the learner hold in each phase (`gpu_colocation`)."""
+    sizes, step = SIZES[device], Step(2, 2, 8, 8, (0,))
+    return gpu_colocation.measure_colocation(device, lambda: build_on_cpu(sizes.small, device), step)
+
+
 def run_default(device: str) -> dict[str, Any]:
     """`policygrad train` as a newcomer runs it."""
     if missing := [name for name in ("reasoning_gym", "tyro", "tomli_w") if find_spec(name) is None]:
@@ -516,6 +523,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     },
     **gpu_real_model.PARTS,
     **gpu_parts.PARTS,
+    "colocation beside a server": (90, measure_colocation),
 }
 """Name -> time limit in seconds, and what is run."""
 
