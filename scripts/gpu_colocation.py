@@ -1,9 +1,9 @@
 """A server and a learner on one GPU, which lend each other its memory: a part of scripts/measure_gpu.py.
 
 Two steps of a run with `--sampler.colocate` and, on a GPU, `--learner.offload`. The server is a process with the routes of vLLM
-(`stand_in_servers`) that holds memory as vLLM does: for its weights and for its cache, freed when it is put to sleep, and taken back
-part by part when it wakes. While it sleeps, the learner takes more than what is free beside a server that is awake. On a CPU, where
-there is nothing to lend, the server's resident memory is shown in place of the GPU's.
+(`stand_in_servers`) that holds memory as vLLM does: for its weights and for its cache, freed when it is put to sleep, and taken
+back part by part when it wakes. While it sleeps, the learner takes more than what is free beside a server that is awake. On a CPU,
+where there is nothing to lend, the server's resident memory is shown in place of the GPU's.
 
     python scripts/gpu_colocation.py DEVICE WEIGHTS_MIB CACHE_MIB LOG serve MODEL … --dtype TYPE … --port N    the server
 """
@@ -48,8 +48,9 @@ def measure_colocation(device: str, build: Callable[[], Any], step: Any) -> dict
         build: Builds the model, on the CPU.
         step: Prompts, completions and their lengths (`gpu_versus.Step`).
     """
-    from doubles.engine_environment import make_environment
     from gpu_versus import make_folder
+
+    from doubles.engine_environment import make_environment
 
     sizes, on_cpu = SIZES[device], device == "cpu"
     with make_folder(build, step) as folder, ExitStack() as stack:

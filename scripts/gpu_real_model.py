@@ -1,13 +1,16 @@
-"""A real model learns word problems on the device: a part of scripts/measure_gpu.py.
+"""A real model learns arithmetic on the device: a part of scripts/measure_gpu.py.
 
-SmolLM2-135M-Instruct is trained with GRPO on problems that `make_problems` generates, worded as GSM8K's are, and asked GSM8K's own
-test problems before and after, where they are at hand. Nothing is downloaded and nothing of it belongs to the repository:
+SmolLM2-135M-Instruct is trained with GRPO on sums, differences and stories of one or two steps that `make_problems` generates, and
+asked, before and after, others of the generator and GSM8K's own test problems, where they are at hand. Three worked turns (`SHOTS`)
+stand before every question, so that an answer is one short line. Nothing is downloaded and nothing of it belongs to the repository:
 
-    POLICYGRAD_REAL_MODEL   the model's folder (.bring/smollm2); without one the embedded model takes its place, for a rehearsal
+    POLICYGRAD_REAL_MODEL   the model's folder (.bring/smollm2); on a CPU the embedded model takes its place unless this is set
     POLICYGRAD_DATA         a folder with gsm8k/test.jsonl (.bring/data, or ../shared/data)
 
-A machine without a network is brought the 4-bit file in pieces (scripts/pieces.py), and `python scripts/gpu_real_model.py FILE.gguf
-FOLDER` makes the model's folder of it; that needs the package gguf.
+A machine without a network is brought the 4-bit file in pieces (scripts/pieces.py). By itself:
+
+    python scripts/gpu_real_model.py convert FILE.gguf FOLDER   makes the model's folder of the 4-bit file; needs the package gguf
+    python scripts/gpu_real_model.py begin FOLDER [PROBLEMS]    how many of the generator's problems it solves before it learns
 """
 
 from __future__ import annotations
@@ -21,52 +24,52 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN_SECONDS = 360
 PROBE_STEPS = 3  # from which the number of steps is chosen
-ASK = "{} Think step by step, and write the final number after ####."
-WORDS = "train grpo --reward gsm8k:last --plain --lr 1e-5 --verify 1 --checkpoint.every 1000000"
-GPU_WORDS = "--prompts-per-step 32 --samples-per-prompt 16 --max-tokens 160"
-CPU_WORDS = "--prompts-per-step 2 --samples-per-prompt 2 --max-tokens 8"
+CPU_STEPS = 2
+SHOTS = (
+    ("What is 7 + 5?", "7 + 5 = 12"),
+    ("Lisa has 9 pens and loses 4. How many pens are left?", "9 - 4 = 5"),
+    ("Carl has 6 coins, finds 3 more and spends 2. How many coins are left?", "6 + 3 - 2 = 7"),
+)
+REWARD = "gsm8k:last"
+WORDS = f"train grpo --reward {REWARD} --plain --lr 1e-5 --verify 1 --checkpoint.every 1000000"
+MAX_TOKENS = 48
+GPU_WORDS = f"--prompts-per-step 32 --samples-per-prompt 16 --max-tokens {MAX_TOKENS}"
+CPU_WORDS = "--prompts-per-step 2 --samples-per-prompt 4 --max-tokens 16"
 NAMES = ("Tom", "Anna", "Maya", "Ben", "Lena", "Omar", "Ines", "Raj")
 THINGS = ("apples", "pencils", "books", "stickers", "coins", "cards", "shells", "marbles")
 PROBLEMS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
-    (
-        "{n} has {a} {t}. A friend gives {n} {b} more, and {n} loses {c}. How many {t} are left?",
-        lambda a, b, c: a + b - c,
-    ),
-    (
-        "{n} buys {b} boxes with {c} {t} each, and has {a} {t} already. How many {t} are there?",
-        lambda a, b, c: a + b * c,
-    ),
-    (
-        "Each of {n}'s {b} shelves holds {a} {t}. {n} gives away {c} of them. How many {t} remain?",
-        lambda a, b, c: a * b - c,
-    ),
-    (
-        "{n} sells {a} {t} for {b} dollars each and spends {c} dollars. How many dollars are left?",
-        lambda a, b, c: a * b - c,
-    ),
-    ("{n} finds {a} {t} on Monday and {b} more than that on Tuesday. How many {t} in all?", lambda a, b, c: 2 * a + b),
+    ("What is {a} + {b}?", lambda a, b, c: a + b),
+    ("What is {a} - {b}?", lambda a, b, c: a - b),
+    ("{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?", lambda a, b, c: a + b),
+    ("{n} has {a} {t} and gives away {b}. How many {t} are left?", lambda a, b, c: a - b),
+    ("{n} buys {b} boxes with {c} {t} each. How many {t} is that?", lambda a, b, c: b * c),
+    ("{n} has {a} {t}, gets {b} more and then gives away {c}. How many {t} are left?", lambda a, b, c: a + b - c),
+    ("{n} has {a} {t} and buys {b} boxes with {c} each. How many {t} does {n} have now?", lambda a, b, c: a + b * c),
 )
+"""Question, and its answer from 10 ≤ a ≤ 90 and 2 ≤ b, c ≤ 9."""
 
 
 def make_problems(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return different word problems as rows with `prompt` and `answer`."""
+    """Return different problems as rows with `prompt` and `answer`."""
     draw, rows = random.Random(seed), dict[str, dict[str, Any]]()
     while len(rows) < count:
         text, solve = draw.choice(PROBLEMS)
-        a, b, c = draw.randint(10, 60), draw.randint(2, 9), draw.randint(2, 9)
+        a, b, c = draw.randint(10, 90), draw.randint(2, 9), draw.randint(2, 9)
         question = text.format(n=draw.choice(NAMES), t=draw.choice(THINGS), a=a, b=b, c=c)
         rows[question] = _make_row(question, str(solve(a, b, c)))
     return list(rows.values())
 
 
 def _make_row(question: str, answer: str) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": ASK.format(question)}], "answer": answer}
+    turns = [(role, text) for shot in SHOTS for role, text in zip(("user", "assistant"), shot, strict=True)]
+    return {"prompt": [{"role": role, "content": x} for role, x in (*turns, ("user", question))], "answer": answer}
 
 
 def read_held_out(count: int) -> list[dict[str, Any]]:
@@ -82,44 +85,43 @@ def read_held_out(count: int) -> list[dict[str, Any]]:
     return [_make_row(row["question"], row["answer"].rpartition("####")[2].strip()) for row in rows]
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much is trained on and asked."""
+
+    words: str
+    train: int  # problems
+    asked: int  # problems of each held-out set
+    samples: int  # of each of them
+
+
+SIZES = {"cuda": Size(GPU_WORDS, 4096, 256, 4), "cpu": Size(CPU_WORDS, 16, 8, 2)}
+
+
 def train_real_model(device: str) -> dict[str, Any]:
-    """SmolLM2-135M learns generated word problems: curve, accuracy before and after on problems that it has not seen."""
-    model = Path(os.environ.get("POLICYGRAD_REAL_MODEL") or ROOT / ".bring/smollm2")
-    on_cpu, is_real = device == "cpu", (model / "model.safetensors").is_file()
-    if not is_real and not on_cpu:
-        return {"left out": f"no model in {model}: scripts/gpu_real_model.py says how to bring one"}
-    count = 8 if on_cpu else 256
-    rows = make_problems(count + (16 if on_cpu else 4096), seed=0)
+    """SmolLM2-135M learns generated problems: curve, accuracy before and after on problems that it has not seen."""
+    model, size = find_model(device), SIZES[device]
+    if model is None:
+        return {"left out": "no model's folder: scripts/gpu_real_model.py says how to bring one"}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sets = {"train": rows[count:], "generated": rows[:count]} | (
-            {"gsm8k": g} if (g := read_held_out(count)) else {}
-        )
-        for kind, problems in sets.items():
-            (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems), encoding="utf-8")
-        where = str(model) if is_real and not on_cpu else "tiny"
-        words = [
-            *WORDS.split(),
-            *(CPU_WORDS if on_cpu else GPU_WORDS).split(),
-            "--model",
-            where,
-            "--task",
-            "train.jsonl",
-        ]
-        words += ["--eval-data", "generated.jsonl", "--learner.device", device]
-        steps = 1
-        if not on_cpu:
+        folder, held_out = Path(name), read_held_out(size.asked)
+        rows = make_problems(size.asked + size.train, seed=0)
+        _write_rows(folder / "train.jsonl", rows[size.asked :])
+        _write_rows(folder / "generated.jsonl", rows[: size.asked])
+        words = [*WORDS.split(), *size.words.split(), "--model", model, "--learner.device", device]
+        words += ["--task", "train.jsonl", "--eval-data", "generated.jsonl"]
+        steps = CPU_STEPS
+        if device != "cpu":
             _call([*words, "--steps", str(PROBE_STEPS), "--evaluation.problems", "0", "--output", "probe"], folder)
-            seconds = _read_rows(folder / "probe")[-1]["time/step"]
-            steps = max(PROBE_STEPS, int(TRAIN_SECONDS / seconds))
-        held_out = ["--evaluation.problems", str(count), "--evaluation.samples-per-prompt", "2" if on_cpu else "4"]
+            steps = max(PROBE_STEPS, int(TRAIN_SECONDS / _read_rows(folder / "probe")[-1]["time/step"]))
+        asked = ["--evaluation.problems", str(size.asked), "--evaluation.samples-per-prompt", str(size.samples)]
         start = time.perf_counter()
-        _call([*words, "--steps", str(steps), *held_out, "--output", "run"], folder)
-        seconds = time.perf_counter() - start
-        report = {"model": where if where == "tiny" else model.name, "seconds of the command": seconds}
+        _call([*words, "--steps", str(steps), *asked, "--output", "run"], folder)
+        report: dict[str, Any] = {"model": Path(model).name, "seconds of the command": time.perf_counter() - start}
         report |= _describe_run(folder / "run")
-        for kind in sorted(set(sets) & {"gsm8k"}):
-            report["GSM8K's test problems"] = _measure(folder, where, kind, device, count)
+        if held_out:
+            _write_rows(folder / "gsm8k.jsonl", held_out)
+            report["GSM8K's test problems"] = _compare_on(folder, "gsm8k.jsonl", model, device)
         checked = _call(["verify", "run", "--json"], folder, allowed=(0, 1))
         report["verify"] = json.loads(checked.splitlines()[-1])["summary"]
         _call(["report", "run", "--output", "report.html"], folder)
@@ -127,6 +129,28 @@ def train_real_model(device: str) -> dict[str, Any]:
         if place := os.environ.get("OUT"):  # where a lent machine hands files back
             (Path(place) / "real-model.html").write_bytes((folder / "report.html").read_bytes())
     return report
+
+
+def find_model(device: str) -> str | None:
+    """Return the model's folder; where none is, the embedded model on a CPU and None on a GPU."""
+    named = os.environ.get("POLICYGRAD_REAL_MODEL") or ("" if device == "cpu" else str(ROOT / ".bring/smollm2"))
+    if named and (Path(named) / "model.safetensors").is_file():
+        return str(Path(named).resolve())
+    return "tiny" if device == "cpu" else None
+
+
+def measure_beginning(model: Path, problems: int) -> str:
+    """Return how many of the generator's problems a model solves before it learns, with a 95 % interval."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = make_problems(problems + 1, seed=0)
+        _write_rows(folder / "generated.jsonl", rows[1:])
+        _write_rows(folder / "train.jsonl", rows[:1])  # a task needs problems that are not asked
+        words = ["eval", str(model.resolve()), "--task", "train.jsonl", "--eval-data", "generated.jsonl", "--json"]
+        words += ["--reward", REWARD, "--problems", str(problems), "--samples", "1", "--max-tokens", str(MAX_TOKENS)]
+        mean = json.loads(_call(words, folder).splitlines()[-1])["models"][0]["mean"]
+    wide = 1.96 * math.sqrt(mean * (1 - mean) / problems)
+    return f"{mean:.3f} ± {wide:.3f} of {problems} problems"
 
 
 def _describe_run(run: Path) -> dict[str, Any]:
@@ -151,21 +175,11 @@ def _interval(row: dict[str, Any]) -> list[float]:
     return [round(x, 4) for x in (mean, mean - wide, mean + wide)]
 
 
-def _measure(folder: Path, model: str, kind: str, device: str, count: int) -> dict[str, Any]:
+def _compare_on(folder: Path, data: str, model: str, device: str) -> dict[str, Any]:
     """Return accuracies of the model as it was and as it is now, and the difference with its interval."""
-    words = [
-        "eval",
-        "run",
-        model,
-        "--eval-data",
-        f"{kind}.jsonl",
-        "--problems",
-        str(count),
-        "--device",
-        device,
-        "--json",
-    ]
-    words += ["--samples", "2"] + ([] if device == "cpu" else ["--dtype", "bf16"])
+    size = SIZES[device]
+    words = ["eval", "run", model, "--eval-data", data, "--problems", str(size.asked), "--device", device, "--json"]
+    words += ["--samples", str(size.samples)] + ([] if device == "cpu" else ["--dtype", "bf16"])
     found = json.loads(_call(words, folder).splitlines()[-1])
     after, before = (row["mean"] for row in found["models"])
     gain = found["differences"][0]["mean"]
@@ -192,6 +206,10 @@ def _read_rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def convert(file: Path, folder: Path) -> None:
     """Make a folder that transformers loads from a GGUF file of SmolLM2."""
     import torch
@@ -211,6 +229,10 @@ def convert(file: Path, folder: Path) -> None:
 PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {"real model": (580, train_real_model)}
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: gpu_real_model.py FILE.gguf FOLDER")
-    convert(*map(Path, sys.argv[1:]))
+    match sys.argv[1:]:
+        case ["convert", file, folder]:
+            convert(Path(file), Path(folder))
+        case ["begin", folder, *problems]:
+            print(measure_beginning(Path(folder), int(problems[0]) if problems else 64))
+        case _:
+            sys.exit("usage: gpu_real_model.py convert FILE.gguf FOLDER | begin FOLDER [PROBLEMS]")
