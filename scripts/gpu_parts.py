@@ -309,42 +309,6 @@ def check_offload(device: str) -> dict[str, Any]:
     return report | {"weights after two updates": "bit for bit"}
 
 
-def check_two_processes(device: str) -> dict[str, Any]:
-    """`torch.distributed` by gloo, two processes on one device: the sum of their halves of a gradient is the whole one.
-
-    A learner refuses two processes on one GPU, which NCCL does not allow: what is shown is that gloo moves a GPU's tensors.
-    """
-    import tempfile
-
-    import torch.multiprocessing as multiprocessing
-
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_sum_in_rank, args=(device, folder), nprocs=2)  # type: ignore[no-untyped-call]
-        return {"off by": float(torch.load(f"{folder}/error"))}
-
-
-def _sum_in_rank(rank: int, device: str, folder: str) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = calibration.build_model(SMALL, "fp32", device)
-    batch = torch.randint(2, 512, (4, 32), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def differentiate(rows: Tensor) -> Tensor:
-        model.zero_grad()
-        model(input_ids=rows).logits.float().log_softmax(-1)[..., 5].sum().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    whole, half = differentiate(batch), differentiate(batch[2 * rank : 2 * rank + 2])
-    dist.all_reduce(half)
-    error = float((half - whole).norm() / whole.norm())
-    check(error <= 1e-4, f"the summed gradient is off by {error:.2g} of its norm")
-    if rank == 0:
-        torch.save(error, f"{folder}/error")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # What the parts share.
 
 
@@ -403,6 +367,5 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "captures beside a learner": (60, check_captures),
     "pictures": (60, check_pictures),
     "offload beside a server": (60, check_offload),
-    "two processes, one device": (60, check_two_processes),
 }
 """Name -> time limit in seconds, and what is run."""

@@ -148,9 +148,8 @@ def measure_beginning(model: Path, problems: int) -> str:
         _write_rows(folder / "train.jsonl", rows[:1])  # a task needs problems that are not asked
         words = ["eval", str(model.resolve()), "--task", "train.jsonl", "--eval-data", "generated.jsonl", "--json"]
         words += ["--reward", REWARD, "--problems", str(problems), "--samples", "1", "--max-tokens", str(MAX_TOKENS)]
-        mean = json.loads(_call(words, folder).splitlines()[-1])["models"][0]["mean"]
-    wide = 1.96 * math.sqrt(mean * (1 - mean) / problems)
-    return f"{mean:.3f} ± {wide:.3f} of {problems} problems"
+        found = json.loads(_call(words, folder).splitlines()[-1])
+    return f"{found['mean']:.3f} ± {1.96 * found['stderr']:.3f} of {problems} problems"
 
 
 def _describe_run(run: Path) -> dict[str, Any]:

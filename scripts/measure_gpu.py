@@ -42,6 +42,7 @@ sys.path += [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]  # a
 
 import gpu_colocation  # noqa: E402
 import gpu_parts  # noqa: E402
+import gpu_ranks  # noqa: E402
 import gpu_real_model  # noqa: E402
 from gpu_parts import CheckFailedError as CheckFailedError  # noqa: E402
 from gpu_parts import check  # noqa: E402
@@ -523,6 +524,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     },
     **gpu_real_model.PARTS,
     **gpu_parts.PARTS,
+    **gpu_ranks.PARTS,
     "colocation beside a server": (90, measure_colocation),
 }
 """Name -> time limit in seconds, and what is run."""
