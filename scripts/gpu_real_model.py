@@ -11,6 +11,8 @@ A machine without a network is brought the 4-bit file in pieces (scripts/pieces.
 
     python scripts/gpu_real_model.py convert FILE.gguf FOLDER   makes the model's folder of the 4-bit file; needs the package gguf
     python scripts/gpu_real_model.py begin FOLDER [PROBLEMS]    how many of the generator's problems it solves before it learns
+
+`begin FOLDER 64` with the folder that is made of the 4-bit file gave 0.094 ± 0.072 of 64 problems on a CPU, at temperature 1.
 """
 
 from __future__ import annotations
