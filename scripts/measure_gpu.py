@@ -1,8 +1,13 @@
 """Prove and measure policygrad on a GPU, with nothing to download.
 
-python scripts/measure_gpu.py                      every part, results in .bench/gpu.json
+python scripts/measure_gpu.py                      every part for which there is time, results in .bench/gpu.json
 python scripts/measure_gpu.py --parts head sampler  some of them
 python scripts/measure_gpu.py --device cpu          the same code with tiny shapes
+
+Where a GPU is lent for a quarter of an hour, two commands bring all of it:
+
+python scripts/measure_gpu.py --parts alone --seconds 400
+python scripts/measure_gpu.py --parts checks --results .bench/checks.json & python scripts/measure_gpu.py --parts "real model"; wait
 
 Each part is a process of its own with a time limit: one that fails or hangs costs none of the others. Models have random weights
 and the shapes of Qwen3-0.6B and Qwen3-4B, so nothing is downloaded; only the default run needs reasoning-gym, and is left out
@@ -549,19 +554,37 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "colocation beside a server": (90, measure_colocation),
 }
 """Name -> time limit in seconds, and what is run."""
+CHECKS = (
+    "algorithms",
+    "resume",
+    "packing",
+    "head",
+    "sampler",
+    "decoding ahead",
+    "conversations",
+    "segments",
+    "pictures",
+)
+GROUPS: dict[str, tuple[str, ...]] = {
+    "checks": (*CHECKS, "captures beside a learner", "default run with pictures", *gpu_ranks.PARTS),
+}
+GROUPS["alone"] = tuple(name for name in PARTS if name not in (*GROUPS["checks"], *gpu_real_model.PARTS))
+"""Names for several parts. `checks` compare numbers and need little of a GPU, so `real model` can learn beside them; the figures of
+the others, or their need of memory, want it alone."""
 
 
 def main() -> int:
     """Run the parts; 0 if all that ran has passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=", ".join((*GROUPS, *PARTS)))
     parser.add_argument("--device", default="cuda", choices=sorted(SIZES))
     bounds = ", ".join(f"{seconds:g} on {device}" for device, seconds in SECONDS.items())
     parser.add_argument("--seconds", type=float, help=f"for all parts together ({bounds})")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := [name for name in args.parts if name not in PARTS]:
-        parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    if unknown := [name for name in args.parts if name not in PARTS and name not in GROUPS]:
+        parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join((*GROUPS, *PARTS))}")
+    parts = list(dict.fromkeys(part for name in args.parts for part in GROUPS.get(name, (name,))))
     device = run_part(lambda _: {"name": name_device(args.device)}, "cpu", 60)["result"][
         "name"
     ]  # asked here, it would forbid forks
@@ -570,7 +593,7 @@ def main() -> int:
     outcomes = list[dict[str, Any]]()
     start, patience = time.perf_counter(), CPU_PATIENCE if args.device == "cpu" else 1
     end = start + (args.seconds or SECONDS[args.device])
-    for name in args.parts:
+    for name in parts:
         limit, work = PARTS[name]
         limit = min(patience * limit, int(end - time.perf_counter()))
         outcome = {"error": NOT_RUN, "seconds": 0.0}
