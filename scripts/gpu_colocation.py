@@ -63,7 +63,7 @@ def measure_colocation(device: str, build: Callable[[], Any], step: Any) -> dict
         learner = _follow(stack, device, sizes)
         _train(device, folder, environment, step)
         server = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return _check(device, sizes, learner, server)
+    return check_phases(device, sizes, learner, server)
 
 
 def _train(device: str, folder: Path, environment: Path, step: Any) -> None:
@@ -127,7 +127,9 @@ def _read_resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check(device: str, sizes: Sizes, learner: list[dict[str, float]], server: list[dict[str, Any]]) -> dict[str, Any]:
+def check_phases(
+    device: str, sizes: Sizes, learner: list[dict[str, float]], server: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return both sides' phases. Raises CheckFailedError where memory was not lent."""
     from gpu_parts import check
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gpu_colocation
 import gpu_real_model
 import gpu_record
+import measure_gpu
 import pieces
 import pytest
+from gpu_parts import CheckFailedError
 
 from pages import gpu
 from policygrad.rewards.math import Gsm8k
@@ -84,7 +88,33 @@ def test_every_measured_row_has_its_date_and_card() -> None:
 
 def test_generated_problems_differ_and_their_answers_are_scored_right() -> None:
     rows = gpu_real_model.make_problems(200, seed=0)
-    assert len({row["prompt"][0]["content"] for row in rows}) == 200
+    assert len({row["prompt"][-1]["content"] for row in rows}) == 200
+    assert all([turn["role"] for turn in row["prompt"]] == ["user", "assistant"] * 3 + ["user"] for row in rows)
     answers = [row["answer"] for row in rows]
     texts = [f"So #### {x}" for x in answers]
     assert [Gsm8k().score(text, x) for text, x in zip(texts, answers, strict=True)] == [1.0] * 200
+
+
+CYCLE = ("sleep", "wake weights", "load", "wake kv_cache")
+
+
+def make_phases(asleep: float, events: tuple[str, ...] = ("start", "load", *CYCLE * 2)) -> list[dict[str, Any]]:
+    """What a server notes that holds 3 GiB beside 1 of its own, and `asleep` GiB while it sleeps."""
+    used = {"sleep": asleep, "wake weights": 2.0}
+    return [{"event": event, "GiB": used.get(event, 4.0)} for event in events]
+
+
+def test_a_server_that_keeps_its_memory_asleep_is_found() -> None:
+    sizes, learner = gpu_colocation.Sizes(1024, 2048), [{"before an update": 1.0}] * 2
+    report = gpu_colocation.check_phases("cpu", sizes, learner, make_phases(1.0))
+    assert report["held by the server, GiB"] == 3.0
+    assert report["server: sleep"] == [1.0, 1.0]
+    with pytest.raises(CheckFailedError, match="sleep freed 0 of 3 GiB"):
+        gpu_colocation.check_phases("cpu", sizes, learner, make_phases(4.0))
+    with pytest.raises(CheckFailedError, match="was asked for start, load"):
+        gpu_colocation.check_phases("cpu", sizes, learner, make_phases(1.0, ("start", "load")))
+
+
+def test_a_group_of_parts_leaves_none_out() -> None:
+    grouped = [name for names in measure_gpu.GROUPS.values() for name in names]
+    assert sorted([*grouped, *gpu_real_model.PARTS]) == sorted(measure_gpu.PARTS)
