@@ -158,22 +158,21 @@ def _describe_run(run: Path) -> dict[str, Any]:
     """Return the curve, the held-out accuracies with 95 % intervals, and the tokens a second."""
     rows, result = _read_rows(run), json.loads((run / "result.json").read_text(encoding="utf-8"))
     steps = [row for row in rows if "reward" in row]
-    measured = [row for row in rows if "eval/reward" in row]
+    measured = [_interval(row["eval/reward"], row["eval/reward_stderr"]) for row in rows if "eval/reward" in row]
     every = max(1, math.ceil(len(steps) / 24))
     return {
         "steps": result["steps"],
         "tokens/s": result["tokens"] / result["seconds"],
         "seconds of training": result["seconds"],
-        "held out before": _interval(measured[0]),
-        "held out after": _interval(measured[-1]),
+        "held out before": measured[0],
+        "held out after": measured[-1],
         "curve": [[row["step"], round(row["reward"], 3)] for row in steps[::every]],
     }
 
 
-def _interval(row: dict[str, Any]) -> list[float]:
-    """Return [accuracy, low, high]."""
-    mean, wide = row["eval/reward"], 1.96 * row["eval/reward_stderr"]
-    return [round(x, 4) for x in (mean, mean - wide, mean + wide)]
+def _interval(mean: float, stderr: float) -> list[float]:
+    """Return [accuracy, low, high] of 95 %."""
+    return [round(x, 4) for x in (mean, mean - 1.96 * stderr, mean + 1.96 * stderr)]
 
 
 def _compare_on(folder: Path, data: str, model: str, device: str) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def _compare_on(folder: Path, data: str, model: str, device: str) -> dict[str, A
     words = ["eval", "run", model, "--eval-data", data, "--problems", str(size.asked), "--device", device, "--json"]
     words += ["--samples", str(size.samples)] + ([] if device == "cpu" else ["--dtype", "bf16"])
     found = json.loads(_call(words, folder).splitlines()[-1])
-    after, before = (row["mean"] for row in found["models"])
+    after, before = (_interval(row["mean"], row["stderr"]) for row in found["models"])
     gain = found["differences"][0]["mean"]
     return {"before": before, "after": after, "gain": [gain[x] for x in ("value", "low", "high")]}
 
