@@ -209,8 +209,9 @@ class SamplerActor(NamedActor):
     _local: LocalSampler | None = None
 
     def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
-        """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether to record
-        experts, whether to use CUDA graphs, and kernels). Both are references, in lists so that they are fetched only where they are needed."""
+        """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether
+        to record experts, whether to use CUDA graphs, and kernels). Both are references, in lists so that they are fetched only
+        where they are needed."""
         import ray
 
         if self._local is None:
