@@ -94,7 +94,7 @@ def attend_once(
 
 def _columns_at_a_time(dtype: torch.dtype, width: int) -> int:
     """Return how many keys and values fit a multiprocessor's memory beside the queries."""
-    return max(16, min(64, 64 * 256 // triton.next_power_of_2(dtype.itemsize * width)))
+    return max(16, min(64, 64 * 256 // int(triton.next_power_of_2(dtype.itemsize * width))))
 
 
 def _count_splits(keys: Tensor, most: int) -> tuple[int, int]:
