@@ -1,4 +1,4 @@
-"""Triton's kernels for decoding against plain torch. They run on a CPU by Triton's interpreter, where Triton is installed."""
+"""Triton's kernels for decoding against plain torch. On a CPU they run in Triton's interpreter: make test-kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.doubles.architectures import CONFIGS
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton lies beside the suite's packages: make test-kernels")
 CASES = [(name, captured) for name in ("qwen3", "gemma3", "mistral", "gpt2") for captured in (False, True)]
 """`captured`: all columns that are allocated are read, as in a graph."""
 

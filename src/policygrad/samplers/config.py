@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # the options are read without importing torch
 LOCAL = "local"  # the engine name of the sampler in this process
 FOLDER, NCCL = WEIGHT_TRANSPORTS = ("folder", "nccl")
 AUTO, MERGED, ADAPTER = LORA_SYNCS = ("auto", "merged", "adapter")
-KERNELS = (AUTO, "off")
+OFF = "off"
+KERNELS = (AUTO, OFF)
 DEFAULT_CONTEXT_LENGTH = 4096
 """Tokens per request of a server that is started here. It reserves memory for `max_concurrency` requests of that length."""
 
@@ -69,9 +70,9 @@ class SamplerConfig:
     auto = the adapter if engine and adapter support it, else merged."""
     cuda_graphs: bool = True
     """Sampling in this process on a GPU: launch all kernels of a token as one CUDA graph, if the model allows it."""
-    kernels: Annotated[str, tyro.conf.arg(metavar="|".join(KERNELS))] = AUTO
+    kernels: Annotated[str, tyro.conf.arg(metavar="|".join(KERNELS))] = OFF
     """Sampling in this process: Triton's kernels for attention and the draw of a token.
-    auto = on a CUDA GPU, if Triton is installed; off = plain torch."""
+    auto = on a CUDA GPU, if Triton is installed (not measured on one yet); off = plain torch."""
     max_concurrency: int = 16
     """Maximum concurrent requests per server; 0 = adjust to the queue and cache use that the server reports."""
     chunk_tokens: int = 0
@@ -170,7 +171,7 @@ class SamplerConfig:
 
     def _check_engine(self) -> None:
         """Refuse what the engine does not support."""
-        is_set = {"cuda_graphs": not self.cuda_graphs, "kernels": self.kernels != AUTO}
+        is_set = {"cuda_graphs": not self.cuda_graphs, "kernels": self.kernels != OFF}
         for own in (name for name, value in is_set.items() if value):
             raise ConfigError(
                 f"sampler.{own} is for sampling in this process, and sampler.engine is {self.engine}: leave it out, or see "

@@ -65,7 +65,7 @@ class LocalSampler:
         cuda_graphs: bool = True,
         before_pass: RowsCallback | None = None,
         decode: Decode | None = None,
-        kernels: str = "auto",
+        kernels: str = "off",
     ) -> None:
         """
         Args:
@@ -104,7 +104,7 @@ class LocalSampler:
         routing: Routing | None = None,
         *,
         cuda_graphs: bool = True,
-        kernels: str = "auto",
+        kernels: str = "off",
     ) -> LocalSampler:
         """Return a sampler with the tokenizer's end tokens."""
         end, pad = tokenizer.end_ids, pad_token_id(tokenizer)
