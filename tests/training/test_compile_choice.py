@@ -12,6 +12,7 @@ from torch import nn
 import policygrad as pg
 from policygrad.commands.train import parse_run
 from policygrad.learners.local import compilation
+from policygrad.serve.config import ServeConfig
 from policygrad.training import compile_choice
 from policygrad.training.compile_choice import GAINS, choose_compile, decide_compile
 from policygrad.training.config.serialization import load_config
@@ -121,3 +122,10 @@ def test_compiled_code_is_kept_in_the_users_cache(tmp_path: Path, monkeypatch: p
     kept = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert kept == str(tmp_path / "policygrad" / "compiled")
     assert Path(kept).is_dir()
+
+
+def test_what_does_not_compile_refuses_it() -> None:
+    with pytest.raises(pg.ConfigError, match="is for policygrad train, not serve"):
+        ServeConfig(learner=pg.LearnerConfig(compile="auto"))
+    with pytest.raises(pg.ConfigError, match="are for policygrad train, not sft"):
+        pg.LearnerConfig(compile="auto").check_supervised("sft")
