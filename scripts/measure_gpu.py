@@ -570,6 +570,10 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
         60,
         partial(measure_learner, texts="texts_16k", shape="large", lora="rank=16", recompute=True),
     ),
+    "learner 4B LoRA 16k recomputed, compiled": (
+        120,
+        partial(measure_learner, texts="texts_16k", shape="large", lora="rank=16", recompute=True, compiled=True),
+    ),
     "learner 16k compiled": (90, partial(measure_learner, texts="texts_16k", compiled=True)),
     "learner 16k recomputed, compiled": (
         90,

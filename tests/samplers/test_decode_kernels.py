@@ -21,7 +21,9 @@ from tests.doubles.architectures import CONFIGS
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton lies beside the suite's packages: make test-kernels")
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton lies beside the suite's packages: make test-kernels"
+)
 CASES = [(name, captured) for name in ("qwen3", "gemma3", "mistral", "gpt2") for captured in (False, True)]
 """`captured`: all columns that are allocated are read, as in a graph."""
 
