@@ -7,9 +7,9 @@ CONSTRAINTS ?= constraints.txt
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-kernels test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents and programs that evaluate, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents and programs that evaluate, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-kernels (Triton's, in its interpreter) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -44,6 +44,7 @@ suite: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m full $(ARGS)
+	@$(MAKE) --no-print-directory test-kernels
 
 test-vllm: $(STAMP)
 	@test -x "$$POLICYGRAD_VLLM/bin/vllm" || { echo "POLICYGRAD_VLLM must name a virtual environment with bin/vllm (0.32)"; exit 2; }
@@ -123,6 +124,15 @@ test-trl: $(STAMP) $(OTHERS)/trl/.installed
 	$(BIN)/python tests/trl_suite/fixtures.py $(FIXTURES) --trl $(TRL)
 	cd $(FIXTURES) && PYTHONDONTWRITEBYTECODE=1 $(CURDIR)/$(BIN)/python -m pytest -p trl_suite.plugin -p no:cacheprovider -n auto --dist worksteal \
 		--timeout 1200 --trl-table trl-tests $(addprefix $(abspath $(TRL))/tests/,$(TRL_FILES)) $(ARGS)
+
+# Triton is some 600 MB, and a CPU's torch has none: it lies beside the suite's packages.
+$(OTHERS)/kernels/.installed: Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHERS)/kernels/packages triton==3.6.0
+	@touch $@
+
+test-kernels: export PYTHONPATH := $(CURDIR)/$(OTHERS)/kernels/packages
+test-kernels: $(STAMP) $(OTHERS)/kernels/.installed
+	$(BIN)/python -m pytest tests/samplers/test_decode_kernels.py
 
 test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)

@@ -470,6 +470,69 @@ def measure_sampler(device: str, shape: str = "small", cuda_graphs: bool = True)
     return report
 
 
+def check_decode_kernels(device: str) -> dict[str, Any]:
+    """ms per token of the local sampler with Triton's kernels and without, and how far log-probabilities differ."""
+    sizes = SIZES[device]
+    model = calibration.build_model(sizes.small, "fp32" if device == "cpu" else "bf16", device)
+    prompt_tokens, tokens = sizes.decode
+    report: dict[str, Any] = {}
+    for rows in (1, 2) if device == "cpu" else (1, 64, 512):
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(2, 512, (prompt_tokens,), generator=generator) for _ in range(-(-rows // 8))]
+        of_rows: dict[str, Any] = {}
+        drawn = []
+        for kernels in ("off", "auto"):
+            sampler = LocalSampler(model, frozenset({-1}), 0, kernels=kernels)
+            if device == "cpu" and kernels == "auto" and find_spec("triton") is not None:
+                sampler.uses_kernels = os.environ.get("TRITON_INTERPRET") == "1"
+            for count in (2, tokens):
+                sampling = SamplingParams(max_tokens=count, decode_rows=rows)
+                requests = [Request(prompts[i // 8], (0, i), sampling, count) for i in range(rows)]
+                start = time.perf_counter()
+                generations = asyncio.run(sampler.generate(requests))
+                seconds = time.perf_counter() - start
+            check(device == "cpu" or sampler.uses_kernels == (kernels == "auto"), "the kernels were refused")
+            of_rows[f"ms per token, kernels {kernels}"] = 1e3 * seconds / tokens
+            drawn.append(generations)
+        # up to the first token that differs, both have read the same
+        alike = [int((a.tokens == b.tokens).long().cumprod(0).sum()) for a, b in zip(*drawn, strict=True)]
+        gaps = [(a.logp - b.logp)[:n].abs() for a, b, n in zip(*drawn, alike, strict=True) if n]
+        check(bool(gaps), "no row begins with the same token")
+        of_rows["nats"] = float(torch.cat(gaps).max())
+        of_rows["tokens before the first that differs"] = f"{sum(alike)} of {rows * tokens}"
+        limit = 1e-4 if device == "cpu" else 0.5
+        check(of_rows["nats"] <= limit, f"log-probabilities differ by {of_rows['nats']:.2g} nats at {rows} rows")
+        report[f"{rows} rows"] = of_rows
+    return report
+
+
+def profile_decoding(device: str) -> dict[str, Any]:
+    """The 25 kernels that take most of a token's time, in ms per token, with Triton's kernels and without."""
+    from torch.profiler import ProfilerActivity, profile
+
+    sizes = SIZES[device]
+    model = calibration.build_model(sizes.small, "fp32" if device == "cpu" else "bf16", device)
+    prompt_tokens, rows, tokens = sizes.decode[0], sizes.rows[0], min(64, sizes.decode[1])
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 512, (prompt_tokens,), generator=generator) for _ in range(-(-rows // 8))]
+    activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+    report: dict[str, Any] = {"rows": rows}
+    for kernels in ("off", "auto"):
+        sampler = LocalSampler(model, frozenset({-1}), 0, kernels=kernels)
+        sampling = SamplingParams(max_tokens=tokens, decode_rows=rows)
+        requests = [Request(prompts[i // 8], (0, i), sampling, tokens) for i in range(rows)]
+        asyncio.run(sampler.generate(requests))
+        with profile(activities=[activity]) as profiled:
+            asyncio.run(sampler.generate(requests))
+            if device != "cpu":
+                torch.cuda.synchronize()
+        name = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+        spent = {event.key: getattr(event, name) / 1e3 / tokens for event in profiled.key_averages()}
+        most = sorted(spent, key=lambda key: spent[key], reverse=True)[:25]
+        report[f"kernels {kernels}"] = {key[:80]: spent[key] for key in most} | {"all": sum(spent.values())}
+    return report
+
+
 def measure_versus(device: str, side: str, step: str = "step") -> dict[str, Any]:
     """Return what a GRPO step takes here, or with TRL (`gpu_versus`)."""
     if side != "policygrad" and not os.environ.get("POLICYGRAD_PEERS") and find_spec("trl") is None:
@@ -524,6 +587,8 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "sampler": (60, check_sampler),
     "decoding ahead": (60, check_decode_ahead),
     "conversations": (60, check_conversations),
+    "decoding profile": (90, profile_decoding),
+    "decoding kernels": (120, check_decode_kernels),
     "learner 16k": (40, partial(measure_learner, texts="texts_16k")),
     "learner 16k recomputed": (40, partial(measure_learner, texts="texts_16k", recompute=True)),
     "learner 64k recomputed": (60, partial(measure_learner, texts="texts_64k", recompute=True)),
@@ -532,6 +597,10 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "learner 4B LoRA 16k recomputed": (
         60,
         partial(measure_learner, texts="texts_16k", shape="large", lora="rank=16", recompute=True),
+    ),
+    "learner 4B LoRA 16k recomputed, compiled": (
+        120,
+        partial(measure_learner, texts="texts_16k", shape="large", lora="rank=16", recompute=True, compiled=True),
     ),
     "learner 16k compiled": (90, partial(measure_learner, texts="texts_16k", compiled=True)),
     "learner 16k recomputed, compiled": (

@@ -14,7 +14,10 @@ import pytest
 
 from doubles.forked import Forked
 
-COMPILED = ("learner 16k recomputed, compiled", "learner groups, compiled")
+COMPILED = (
+    *("learner 16k recomputed, compiled", "learner groups, compiled"),
+    "learner 4B LoRA 16k recomputed, compiled",
+)
 """What `learner 16k compiled` does once more, with other words for the learner."""
 Measure = Callable[..., tuple[int, dict[str, dict[str, object]]]]
 

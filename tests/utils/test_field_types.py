@@ -25,7 +25,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: pg.Run(track=3), "track must be a tuple, such as (3,), not 3"),
     (lambda: pg.EvaluationConfig(problems="3"), "evaluation.problems must be a whole number"),
     (lambda: pg.OptimizerConfig(betas=(0.9,)), "optimizer.betas must be a tuple of 2, not (0.9,)"),
-    (lambda: pg.LearnerConfig(compile=1), "learner.compile must be True or False, not 1"),
+    (lambda: pg.LearnerConfig(compile=1), "learner.compile must be auto, on (True) or off (False), not 1"),
+    (lambda: pg.Run(trust_remote_code=1), "trust_remote_code must be True or False, not 1"),
     (lambda: pg.SFTConfig(epochs=None), "epochs must be a whole number, not None"),
 ]
 

@@ -67,7 +67,7 @@ def test_yaml_means_what_the_same_toml_means(tmp_path: Path) -> None:
         ("steps: &a 1\nseed: *a", "anchors and aliases are not read: write the value out (line 1)"),
         ("steps: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         ("hello", "it holds no keys at its top"),
-        ("learner: {compile: on}", "'learner.compile' must be true or false, not 'on'"),
+        ("learner: {offload: on}", "'learner.offload' must be true or false, not 'on'"),
         ("steps: null", "'steps' must be a whole number, not None"),
         ("stops: 1", "unknown key 'stops': did you mean 'steps'?"),
         (f"steps: {'[' * 200}{']' * 200}", "nested deeper than"),

@@ -37,6 +37,7 @@ from policygrad.rewards.workers.messages import SampleResult, Samples, select_sa
 from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
 from policygrad.rollout.environment import Action, Environment, EnvironmentFactory, Observation, Step, make_environment
 from policygrad.samplers.base import Generation, Request
+from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_pool import ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
@@ -208,12 +209,13 @@ class SamplerActor(NamedActor):
     _local: LocalSampler | None = None
 
     def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
-        """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether to record
-        experts, whether to use CUDA graphs). Both are references, in lists so that they are fetched only where they are needed."""
+        """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether
+        to record experts, whether to use CUDA graphs, and kernels). Both are references, in lists so that they are fetched only
+        where they are needed."""
         import ray
 
         if self._local is None:
-            skeleton, constant, end, pad, routed, cuda_graphs = ray.get(setup[0])
+            skeleton, constant, end, pad, routed, cuda_graphs, kernels = ray.get(setup[0])
             device = torch.device("cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu")
             model = skeleton.build_empty(device).eval()
             with torch.no_grad():
@@ -221,7 +223,7 @@ class SamplerActor(NamedActor):
                     if name in constant:
                         parameter.copy_(constant[name])
             routing = Routing.for_model(model) if routed else None
-            self._local = LocalSampler(model, end, pad, routing, cuda_graphs=cuda_graphs)
+            self._local = LocalSampler(model, end, pad, routing, cuda_graphs=cuda_graphs, kernels=kernels)
             self._local.caches_texts = False  # a conversation's next turn may come to another actor
         parameters = dict(self._local.model.named_parameters())
         with torch.no_grad():
@@ -242,10 +244,17 @@ class RaySampler:
     """
 
     def __init__(
-        self, actors: ActorFactory, size: int, routed: bool, cuda_graphs: bool, model: nn.Module, tokenizer: Tokenizer
+        self,
+        actors: ActorFactory,
+        size: int,
+        routed: bool,
+        decoding: SamplerConfig,
+        model: nn.Module,
+        tokenizer: Tokenizer,
     ) -> None:
         self._pool = actors.create_pool(SamplerActor, SAMPLERS, size)
-        self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed, cuda_graphs)
+        options = (tokenizer.end_ids, pad_token_id(tokenizer), routed, decoding.cuda_graphs, decoding.kernels)
+        self._model, self._options = model, options
         self._setup: Any = None
         self._retries = 0
 
@@ -540,9 +549,7 @@ def make_placement(
     counts = {group.name: group.count for group in groups}
     samplers, rewards, environments = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
     return Placement(
-        sampler=partial(RaySampler, actors, samplers, run.learner.routing_replay, run.sampler.cuda_graphs)
-        if samplers
-        else None,
+        sampler=partial(RaySampler, actors, samplers, run.learner.routing_replay, run.sampler) if samplers else None,
         reward_pool=partial(RayRewardPool, actors, rewards) if rewards else None,
         environment=partial(RayEnvironmentFactory, actors, environments) if environments else None,
         learner_processes=learners.launcher if run.learner.world_size > 1 else None,

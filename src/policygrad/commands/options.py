@@ -305,7 +305,7 @@ def _iter_switches(kind: type, prefix: str = "--") -> Iterator[str]:
         given = [extra.name for extra in getattr(hint, "__metadata__", ()) if getattr(extra, "name", None) is not None]
         name = given[0] if given else f.name.replace("_", "-")
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if plain is bool:
+        if plain in (bool, bool | str):
             head, dot, last = name.rpartition(".")
             yield from (f"{prefix}{name}", f"{prefix}{head}{dot}no-{last}")
         elif is_dataclass(plain) and isinstance(plain, type):

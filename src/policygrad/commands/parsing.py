@@ -26,6 +26,9 @@ from policygrad.commands.json_output import capture_usage_error
 from policygrad.commands.styled import wrap_paragraphs
 
 MAIN_COMMANDS = ("train", "sft", "eval", "serve", "compare", "export")  # whose options people look for elsewhere
+AUTO_SWITCHES = ("--learner.compile",)
+"""Switches that have a third value, auto."""
+_SWITCH_WORDS = {"auto": "auto", "on": "on", "off": "off", "true": "on", "false": "off"}
 _MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
 
 OptionsT = TypeVar("OptionsT")
@@ -43,7 +46,7 @@ def parse_arguments(
     Raises:
         HelpRequest: The arguments have --help.
     """
-    texts = texts or (" ".join((kind.__doc__ or "").split()),)
+    texts, args = texts or (" ".join((kind.__doc__ or "").split()),), _write_out_switches(args)
     if find_help_flag(args) is not None:
         raise HelpRequest(read_page(kind, command, *texts, **settings), read_topic(args))
     try:
@@ -63,6 +66,29 @@ def parse_arguments(
             end.add_note(hint)
         raise
     return options
+
+
+def _write_out_switches(args: Sequence[str]) -> list[str]:
+    """Return the arguments with a value after each of AUTO_SWITCHES: alone it means on."""
+    written = list[str]()
+    for i, word in enumerate(args):
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        negative = next((switch for switch in AUTO_SWITCHES if flag == switch.replace(".", ".no-")), None)
+        if negative is not None:
+            written += [negative, "off"]
+        elif flag in AUTO_SWITCHES:
+            is_given = equals or (i + 1 < len(args) and args[i + 1].lower() in _SWITCH_WORDS)
+            written += [
+                flag,
+                *([] if is_given else ["on"]),
+                *([_SWITCH_WORDS.get(value.lower(), value)] if equals else []),
+            ]
+        elif written and written[-1] in AUTO_SWITCHES:
+            written.append(_SWITCH_WORDS.get(word.lower(), word))
+        else:
+            written.append(word)
+    return written
 
 
 def describe_options_elsewhere(args: Sequence[str], command: str, own: Collection[str]) -> str:
@@ -114,7 +140,10 @@ def _read_sections(parser: Any) -> tuple[Section, ...]:
             start = max(help_text.rfind("(default"), help_text.rfind("(required"), 0)
             is_switch = action.nargs == 0
             text, default = help_text[:start].strip(), "" if is_switch else help_text[start:]
-            option = Option(tuple(action.option_strings), "" if is_switch else str(action.metavar), text, default)
+            metavar = "" if is_switch else str(action.metavar)
+            if any(flag in AUTO_SWITCHES for flag in action.option_strings):
+                metavar, default = "{auto,on,off}", default.replace("False", "off").replace("True", "on")
+            option = Option(tuple(action.option_strings), metavar, text, default)
             name = _name_section(group.title or "", action.dest, option)
             sections.setdefault(name, (group.description or "", []))[1].append(option)
     for option in [*sections[GENERAL][1]]:  # --task beside --task.fetch

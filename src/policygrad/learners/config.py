@@ -195,9 +195,9 @@ class LearnerConfig:
     """Recompute activations in the backward pass: less memory, more time."""
     attention: str = AUTO
     """sdpa = scaled_dot_product_attention; auto = FlexAttention on a GPU where many texts share prefixes, else sdpa."""
-    compile: bool = False
-    """Compile the model's blocks with torch.compile: on a GPU a third faster after some twenty seconds.
-    On a CPU it helps in bf16, hardly in fp32."""
+    compile: bool | str = False
+    """Compile the model's blocks with torch.compile: auto, on or off. On a GPU a third faster after some twenty seconds.
+    On a CPU a few percent. auto = on where a run is long enough to pay (docs/scaling.md)."""
     offload: bool = False
     """Keep AdamW's moments and fp32 masters in this machine's memory while completions are sampled.
     That leaves more of the GPU to a server beside the learner (--sampler.colocate)."""
@@ -223,6 +223,10 @@ class LearnerConfig:
     """Regular expression of the parameters whose gradients make OptimalBaseline's exact norms; empty = all trained ones."""
 
     def __post_init__(self) -> None:
+        if (use := {"on": True, "off": False}.get(str(self.compile))) is not None:
+            object.__setattr__(self, "compile", use)
+        if not (isinstance(self.compile, bool) or self.compile == AUTO):
+            raise ConfigError(f"learner.compile must be auto, on (True) or off (False), not {self.compile!r}")
         check_field_types(self, "learner")
         for name in ("trainable", "score_parameters"):
             try:
@@ -247,7 +251,7 @@ class LearnerConfig:
         if self.attention not in (AUTO, "sdpa"):
             raise ConfigError(f"learner.attention must be auto or sdpa, not {self.attention!r}")
         is_shared = max(self.world_size, self.tensor_parallel, self.context_parallel) > 1
-        if self.compile and is_shared:
+        if self.compiles and is_shared:
             raise ConfigError(
                 f"learner.compile is for a learner in one process, and learner.world_size is {self.world_size}: leave it out"
             )
@@ -305,7 +309,7 @@ class LearnerConfig:
             raise ConfigError(
                 f"learner.routing_replay replays a sampler's experts, and {kind} samples nothing: leave it out"
             )
-        if self.compile or self.offload or self.head == "fp32":
+        if self.compile is not False or self.offload or self.head == "fp32":
             raise ConfigError(
                 f"learner.compile, learner.offload and learner.head are for policygrad train, not {kind}: leave them out"
             )
@@ -366,6 +370,11 @@ class LearnerConfig:
 
         device = devices.choose_device() if self.device == AUTO else self.device
         return replace(self, dtype="bf16" if devices.multiplies_in_bf16(device) else "fp32")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled; not while `compile` is auto, which a run decides once its model is loaded."""
+        return self.compile is True
 
     @property
     def adapters(self) -> Lora | None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the options are read without importing torch
 LOCAL = "local"  # the engine name of the sampler in this process
 FOLDER, NCCL = WEIGHT_TRANSPORTS = ("folder", "nccl")
 AUTO, MERGED, ADAPTER = LORA_SYNCS = ("auto", "merged", "adapter")
+OFF = "off"
+KERNELS = (AUTO, OFF)
 DEFAULT_CONTEXT_LENGTH = 4096
 """Tokens per request of a server that is started here. It reserves memory for `max_concurrency` requests of that length."""
 
@@ -68,6 +70,9 @@ class SamplerConfig:
     auto = the adapter if engine and adapter support it, else merged."""
     cuda_graphs: bool = True
     """Sampling in this process on a GPU: launch all kernels of a token as one CUDA graph, if the model allows it."""
+    kernels: Annotated[str, tyro.conf.arg(metavar="|".join(KERNELS))] = OFF
+    """Sampling in this process: Triton's kernels for attention and the draw of a token.
+    auto = on a CUDA GPU, if Triton is installed (not measured on one yet); off = plain torch."""
     max_concurrency: int = 16
     """Maximum concurrent requests per server; 0 = adjust to the queue and cache use that the server reports."""
     chunk_tokens: int = 0
@@ -94,7 +99,11 @@ class SamplerConfig:
         if self.engine != LOCAL and not is_engine(self.engine):
             names = ", ".join((LOCAL, *list_engine_names()))
             raise ConfigError(f"sampler.engine must be one of {names}, not {self.engine!r}")
-        for name, choices in {"lora_sync": LORA_SYNCS, "weight_transport": WEIGHT_TRANSPORTS}.items():
+        for name, choices in {
+            "lora_sync": LORA_SYNCS,
+            "weight_transport": WEIGHT_TRANSPORTS,
+            "kernels": KERNELS,
+        }.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"sampler.{name} must be {_join(choices, 'or')}, not {value!r}")
         check_variable_names(self.env, "sampler.env")
@@ -162,9 +171,10 @@ class SamplerConfig:
 
     def _check_engine(self) -> None:
         """Refuse what the engine does not support."""
-        if not self.cuda_graphs:
+        is_set = {"cuda_graphs": not self.cuda_graphs, "kernels": self.kernels != OFF}
+        for own in (name for name, value in is_set.items() if value):
             raise ConfigError(
-                f"sampler.cuda_graphs is for sampling in this process, and sampler.engine is {self.engine}: leave it out, or see "
+                f"sampler.{own} is for sampling in this process, and sampler.engine is {self.engine}: leave it out, or see "
                 "the engine's own options"
             )
         name, engine = self.engine, load_engine_class(self.engine)
@@ -218,7 +228,7 @@ class SamplerConfig:
     def find_idle(self, sampling: SamplingParams) -> Iterator[str]:
         """Yield options that can have no effect with this engine, each with a remedy."""
         if self.engine == LOCAL:
-            own = [f.name for f in fields(self) if f.name not in ("engine", "cuda_graphs")]
+            own = [f.name for f in fields(self) if f.name not in ("engine", "cuda_graphs", "kernels")]
             engines = "|".join(ENGINES)
             reason = (
                 f"sampler.engine is local, and has no servers. Choose --sampler.engine {engines}, or leave this out"

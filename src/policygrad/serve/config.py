@@ -62,6 +62,10 @@ class ServeConfig:
                 "--learner: the server learns in one process, and clients choose adapters themselves (create_model): leave "
                 "world_size, tensor_parallel, context_parallel and lora out"
             )
+        if self.learner.compile is not False:
+            raise ConfigError(
+                f"learner.compile={self.learner.compile} is for policygrad train, not serve: leave it out"
+            )
         if self.sampler.engine != LOCAL and len(self.model) > 1:
             raise ConfigError(
                 f"--sampler.engine {self.sampler.engine} samples from one model, and --model names {len(self.model)}: start a "

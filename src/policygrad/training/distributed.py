@@ -60,7 +60,7 @@ class ShardedLocalSampler:
         local = self._local
         with defer_signals(), self._learner.collective("sampling") as workers:
             end, limit = frozenset(local.end.tolist()), local.memory.limit
-            arguments = (requests, local.version, end, local.pad, local.cuda_graphs, limit)
+            arguments = (requests, local.version, end, local.pad, local.cuda_graphs, local.kernels, limit)
             workers.broadcast_object((sample_shard, arguments))
             return await _sample_together(local, requests, workers)
 
@@ -80,13 +80,16 @@ def sample_shard(
     end: frozenset[int],
     pad: int,
     cuda_graphs: bool,
+    kernels: str,
     limit: int | None,
 ) -> None:
     """In a rank above 0: sample its part of the requests, at most as many at a time as rank 0 has found to fit."""
     assert learner.full_model is not None  # it replicates the policy
     if "sampler" not in learner.cache:
         routing = Routing.for_model(learner.full_model) if learner.config.routing_replay else None
-        learner.cache["sampler"] = LocalSampler(learner.full_model, end, pad, routing, cuda_graphs=cuda_graphs)
+        learner.cache["sampler"] = LocalSampler(
+            learner.full_model, end, pad, routing, cuda_graphs=cuda_graphs, kernels=kernels
+        )
     sampler: LocalSampler = learner.cache["sampler"]
     sampler.version = version
     if limit is not None:

@@ -131,7 +131,7 @@ def count_model(run: Run, device: str) -> ModelFacts:
     dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, parameters)
     text = config.get_text_config()  # of a model that sees, without the vision tower's
     behind = (
-        0 if run.learner.compile else max(0, prompt + completion - tokens)
+        0 if run.learner.compiles else max(0, prompt + completion - tokens)
     )  # a pass of a text that is read in segments
     leaves = count_segment_bytes(config, dtype.itemsize) if behind else None
     try:

@@ -98,7 +98,9 @@ def make_sampler(
             from policygrad.models.moe_routing import Routing
 
             routing = Routing.for_model(model)
-        loaded: object = LocalSampler.from_tokenizer(model, tokenizer, routing, cuda_graphs=options.sampler.cuda_graphs)
+        loaded: object = LocalSampler.from_tokenizer(
+            model, tokenizer, routing, cuda_graphs=options.sampler.cuda_graphs, kernels=options.sampler.kernels
+        )
     else:
         loaded = call_factory(factory, Sampler, model, tokenizer)
     if not isinstance(loaded, Sampler):

@@ -157,6 +157,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._learner = partial(make_local_learner, placement=placement) if is_default else learner
         arguments = {"sampler": sampler, "environment": environment, "learner": None if is_default else learner}
         self._python_arguments = [name for name, value in arguments.items() if value is not None]
+        self._compile_note: str | None = None  # why `learner.compile = auto` is on or off
         self._was_pretraining = False  # whether the last step trained the critic alone
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
@@ -188,6 +189,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         )
         self.model, self.tokenizer = resources.model, resources.tokenizer
         self._zero_embeddings = find_zero_embeddings(self.model)
+        if run.learner.compile == "auto":
+            from policygrad.training.compile_choice import choose_compile
+
+            options, self._compile_note = choose_compile(run, resources.model)
+            self.config = run = replace(run, learner=options)  # which run.toml keeps
         stack.enter_context(limit_torch_threads(resources.model))
         prepared = [
             kind.describe_run(part, plan_run(run, resources)) for part, kind in find_preparations(run.algorithm)
@@ -289,8 +295,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
                 f"{' and '.join(objects)} given as objects, which run.toml cannot hold: resume this run from Python, "
                 "pg.train(run, resume=folder), and not from the command line alone"
             )
-        if self._minibatch_warning:
-            self.note(self._minibatch_warning)
+        for warning in filter(None, (self._minibatch_warning, self._compile_note)):
+            self.note(warning)
         batch = (
             f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {format_steps(run.steps)}"
         )

@@ -6,10 +6,12 @@ compiled once for all lengths and, since all blocks have the same code, once for
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from policygrad.errors import ConfigError
 from policygrad.learners.local.forward import get_backbone
 from policygrad.learners.local.tree_attention import exclude_attention_from_compilation
+from policygrad.models.traits import has_experts
 
 COMPILERS = ("g++", "clang++", "c++", "cl")
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class CompiledBlocks:
                 f"learner.compile compiles the blocks of a model, and {type(model).__name__} has no list of `layers`: leave it out"
             )
         exclude_attention_from_compilation(model)
+        keep_compiled_code()
         self.modules: list[Any] = [part for block in blocks for part in (block.children() if recompute else [block])]
         self.model_name, self.is_broken = type(model).__name__, False
         self.calls = [torch.compile(module._call_impl, dynamic=True) for module in self.modules]
@@ -92,6 +96,30 @@ class CompiledBlocks:
         finally:
             for module in self.modules:
                 module._compiled_call_impl = None
+
+
+def keep_compiled_code() -> None:
+    """Let torch keep what it compiles in the user's cache: a later process then compiles in seconds, also after a restart.
+
+    Nothing changes where TORCHINDUCTOR_CACHE_DIR is set; where the folder cannot be written, torch uses a temporary one.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    with suppress(OSError, RuntimeError):  # no home folder
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "policygrad" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def can_compile(model: Any) -> bool:
+    """Return whether a model's blocks can be compiled: they are in a list, call attention by its name, and have no experts."""
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    has_blocks = isinstance(getattr(get_backbone(model), "layers", None), nn.ModuleList)
+    name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return has_blocks and name in interface() and not has_experts(model)
 
 
 def is_compiler_error(error: BaseException) -> bool:

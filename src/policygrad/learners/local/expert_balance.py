@@ -44,7 +44,7 @@ def find_expert_balance(evaluator: Evaluator, config: LearnerConfig, division: W
         return None
     if type(division) is not WorkDivision:
         raise ConfigError(f"{_ASKED}, and several processes do not compute it: set learner.world_size=1, or {_REMEDY}")
-    if config.compile:
+    if config.compiles:
         raise ConfigError(
             f"{_ASKED}, and compiled blocks do not show their routers: unset learner.compile, or {_REMEDY}"
         )

@@ -601,7 +601,7 @@ def choose_kernels(evaluator: E, config: LearnerConfig) -> E:
     """Return an evaluator with the attention that `learner.attention` names. Blocks that are recomputed or compiled have no cache,
     and the experts' load-balancing loss counts each token where it is read."""
     network = evaluator.network
-    needs_one_call = config.gradient_checkpointing or config.compile or read_balance_coefficient(evaluator.model) > 0
+    needs_one_call = config.gradient_checkpointing or config.compiles or read_balance_coefficient(evaluator.model) > 0
     reads_prefixes = network.reads_prefixes and not needs_one_call
     return replace(
         evaluator, network=replace(network, use_flex=config.attention == AUTO, reads_prefixes=reads_prefixes)

@@ -123,7 +123,7 @@ class LocalLearner:
         for term in algorithm.terms:
             if "kl_ref" in term.forward_needs:
                 self.networks = replace(self.networks, divergence=term.divergence)
-        if config.compile:
+        if config.compiles:
             from policygrad.learners.local.compilation import CompiledBlocks
 
             self.networks = replace(self.networks, compiled=CompiledBlocks(model, config.gradient_checkpointing))
@@ -146,7 +146,7 @@ class LocalLearner:
         network, model = evaluator.network, evaluator.model
         if self.config.routing_replay:
             network = replace(network, routing=Routing.for_model(model))
-        if not self.config.compile:  # compiled blocks do not show their routers
+        if not self.config.compiles:  # compiled blocks do not show their routers
             network = replace(network, load=find_routing(model))
         return replace(evaluator, network=network)
 

@@ -131,7 +131,7 @@ def reads_segments(
         saving: Share of the tokens that would else be read again; 1 = a text is too long. Less is worth it on a CPU alone:
             elsewhere attention to what was read has no kernel yet.
     """
-    is_one_call = config.compile or balance is not None or evaluator.window is not None
+    is_one_call = config.compiles or balance is not None or evaluator.window is not None
     if is_one_call or not division.follows_paths:
         return False
     is_on_cpu = next(evaluator.model.parameters()).device.type == "cpu"

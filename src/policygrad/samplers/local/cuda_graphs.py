@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policygrad.errors import NumericsError
 from policygrad.models.loading import at_least_float32
-from policygrad.samplers.local.sampling import check_finite_logits, sample_tokens
+from policygrad.samplers.local.sampling import check_finite_logits, draws_by_kernel, sample_tokens
 from policygrad.samplers.local.shared_prefix import SharedPrefixCache
 from policygrad.utils.out_of_memory import is_out_of_memory
 
@@ -82,12 +82,15 @@ class DecodeAhead:
     def _step(self) -> None:
         """Sample a token of each row that is not finished, store it, and compute the next logits. Nothing waits for the device."""
         loop, active, count, was_finished = self.loop, self.active, self.count, self.finished.clone()
-        best = at_least_float32(self.logits.amax(-1))
-        temperature = loop.sampling.temperature
-        broken = ~(best / temperature if temperature else best).isfinite() & ~was_finished
-        self.broken |= broken
         place = count.clamp(max=loop.tokens.shape[1] - 1)  # a finished row writes what is there already
-        token, logp = sample_tokens(self.logits, loop.u[active, place], loop.sampling)
+        token, logp = sample_tokens(self.logits, loop.u[active, place], loop.sampling, kernels=loop.kernels)
+        if loop.kernels and draws_by_kernel(self.logits, loop.sampling):
+            scaled = logp  # tells as much, without another pass
+        else:
+            best, temperature = at_least_float32(self.logits.amax(-1)), loop.sampling.temperature
+            scaled = best / temperature if temperature else best
+        broken = ~scaled.isfinite() & ~was_finished
+        self.broken |= broken
         loop.tokens[active, place] = torch.where(was_finished, loop.tokens[active, place], token)
         loop.logps[active, place] = torch.where(was_finished, loop.logps[active, place], logp.to(loop.logps.dtype))
         count += ~was_finished

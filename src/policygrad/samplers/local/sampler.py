@@ -3,10 +3,12 @@ batch."""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +65,7 @@ class LocalSampler:
         cuda_graphs: bool = True,
         before_pass: RowsCallback | None = None,
         decode: Decode | None = None,
+        kernels: str = "off",
     ) -> None:
         """
         Args:
@@ -71,12 +74,15 @@ class LocalSampler:
                 text, and whoever asked cuts them.
             routing: The model's, to record the experts in `Generation.routed_experts`.
             cuda_graphs: On a GPU, capture each token's kernels and launch them together.
+            kernels: auto = decode by Triton's kernels on a CUDA GPU where Triton is installed; off = by plain torch.
             before_pass: Called before each forward pass whose rows belong to other requests than those of the pass before, for
                 a model that computes something else for some of them.
         """
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
-        self.cuda_graphs = cuda_graphs
+        self.cuda_graphs, self.kernels = cuda_graphs, kernels
+        self.uses_kernels = kernels == "auto" and self.device.type == "cuda" and find_spec("triton") is not None
+        """Until the model's test, which may refuse them."""
         self.caches_texts = True  # until a later call, those that may be continued
         self.before_pass, self.decode = before_pass, decode
         self.memory = MemoryBudget("--decode-rows", "completions", self.device)
@@ -92,11 +98,17 @@ class LocalSampler:
 
     @classmethod
     def from_tokenizer(
-        cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None, *, cuda_graphs: bool = True
+        cls,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        routing: Routing | None = None,
+        *,
+        cuda_graphs: bool = True,
+        kernels: str = "off",
     ) -> LocalSampler:
         """Return a sampler with the tokenizer's end tokens."""
         end, pad = tokenizer.end_ids, pad_token_id(tokenizer)
-        return cls(model, end, pad, routing, cuda_graphs=cuda_graphs, decode=tokenizer.decode)
+        return cls(model, end, pad, routing, cuda_graphs=cuda_graphs, decode=tokenizer.decode, kernels=kernels)
 
     async def update(self, weights: PublishedWeights) -> Metrics:
         """Copy the weights, unless they are this model's own tensors."""
@@ -165,15 +177,28 @@ class LocalSampler:
             texts=None if self._shares_at_attention else self._texts,
             memory=self.memory,
             is_abandoned=self.is_abandoned,
+            kernels=self.uses_kernels,
         )
         self._run(loop)
 
     def _test_model(self) -> None:
-        """Find out how this model's prompts are read and kept."""
-        self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
-        if not self._shares_prefixes:
-            self._shares_at_attention = supports_shared_prefix(self.model, self.pad, at_attention=True)
-            self._shares_prefixes = self._shares_at_attention
+        """Find out how this model's prompts are read and kept, and whether the kernels compute what it does."""
+        for kernels in (True, False) if self.uses_kernels else (False,):
+            self._shares_prefixes = supports_shared_prefix(self.model, self.pad, kernels=kernels)
+            if not self._shares_prefixes:
+                self._shares_at_attention = supports_shared_prefix(
+                    self.model, self.pad, at_attention=True, kernels=kernels
+                )
+                self._shares_prefixes = self._shares_at_attention
+            if self._shares_prefixes:
+                break
+        if self.uses_kernels and self._shares_prefixes and not kernels:
+            warnings.warn(
+                f"{type(self.model).__name__} is decoded without Triton's kernels, which is slower: they cannot be compiled here, "
+                "or compute something else. --sampler.kernels off silences this.",
+                stacklevel=2,
+            )
+        self.uses_kernels = kernels and bool(self._shares_prefixes)
         if not self._shares_prefixes:
             self._needs_equal_lengths = not supports_padding(self.model, self.pad)
 
@@ -232,6 +257,7 @@ class LocalSampler:
             detector,
             self.memory,
             self.is_abandoned,
+            kernels=self.uses_kernels,
         )
         return self._run(loop)
 
@@ -253,7 +279,14 @@ class LocalSampler:
         texts: Any = self._texts
         if self._shares_prefixes:
             at_attention = self._shares_at_attention
-            return SharedPrefixCache(self.model, self.pad, texts, at_attention=at_attention, counts=self.prefill)
+            return SharedPrefixCache(
+                self.model,
+                self.pad,
+                texts,
+                at_attention=at_attention,
+                counts=self.prefill,
+                kernels=self.uses_kernels,
+            )
         return PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths, texts, self.prefill)
 
 
@@ -283,9 +316,12 @@ class DecodeLoop:
         detector: StopDetector | None = None,
         memory: MemoryBudget | None = None,
         is_abandoned: Callable[[Request], bool] | None = None,
+        *,
+        kernels: bool = False,
     ) -> None:
         """
         Args:
+            kernels: Draw by Triton's kernel.
             is_abandoned: As in `LocalSampler`.
             memory: Limits the rows further, once memory has run out.
             decodes_ahead: Look at the results every `cuda_graphs.STEPS` tokens only.
@@ -295,6 +331,7 @@ class DecodeLoop:
         """
         self.detector, self.is_abandoned, self.num_steps = detector, is_abandoned, 0
         self.decodes_ahead, self.texts, self.before_pass = decodes_ahead, texts, before_pass
+        self.kernels = kernels
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
@@ -508,7 +545,7 @@ class DecodeLoop:
             left = SamplingMask.of(logits > -torch.inf)
             for i, ids in zip(active.tolist(), torch.split(left.ids.cpu(), left.counts.tolist()), strict=True):
                 self.masks[i].append(ids)
-        token, logp = sample_tokens(logits, self.u[active, count], sampling)
+        token, logp = sample_tokens(logits, self.u[active, count], sampling, kernels=self.kernels)
         self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
         stops = torch.isin(token, self.end)
         if self.detector is not None:

@@ -21,7 +21,9 @@ _BELOW_ONE = {torch.float64: 1 - 2**-40, torch.float32: 1 - 2**-22}
 _BLOCK = 64  # tokens of a vocabulary that are summed at a time
 
 
-def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, u: Tensor, sampling: SamplingParams, *, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
     Cumulative sums are in float64 where the device has it, so devices differ only if u is within the rounding of a probability
@@ -31,10 +33,15 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
     Args:
         logits: [N, V].
         u: [N] in [0, 1), in the device's most precise type.
+        kernels: Use Triton's, where `draws_by_kernel`: one pass over the logits, and no copy of them.
 
     Returns:
         The tokens [N] and their log-probabilities [N] in nats.
     """
+    if kernels and draws_by_kernel(logits, sampling):
+        from policygrad.samplers.local.kernels import draw_tokens
+
+        return draw_tokens(logits, u * _BELOW_ONE[u.dtype], sampling.temperature)
     if sampling.temperature == 0 or sampling.is_truncated:
         logits = log_probabilities(logits, sampling)
     else:
@@ -67,6 +74,13 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         token = (block * _BLOCK + torch.minimum(offset, last)).clamp_(max=size - 1)
     logp = logits.gather(-1, token).to(wide) - largest - total.log()
     return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
+
+
+def draws_by_kernel(logits: Tensor, sampling: SamplingParams) -> bool:
+    """Return whether Triton's kernel can draw from these logits. Its log-probability of a row that is no distribution is not
+    finite."""
+    is_plain = sampling.temperature > 0 and not sampling.is_truncated
+    return is_plain and logits.dtype != torch.float64 and logits.shape[1] > 8 * _BLOCK
 
 
 def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:

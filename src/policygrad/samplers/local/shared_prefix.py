@@ -60,10 +60,12 @@ class SharedPrefixCache:
         *,
         at_attention: bool = False,
         counts: PrefillCounts | None = None,
+        kernels: bool = False,
     ) -> None:
         """
         Args:
             texts: Texts that prompts may continue.
+            kernels: Attend by Triton's kernel, where it supports the keys.
             counts: Counts the tokens of prompts.
             at_attention: Keys and values are taken where layers attend (`models.attention.attend`), not where they are cached:
                 latent attention caches what it computes them from, and would compute all of them again for every token.
@@ -78,7 +80,7 @@ class SharedPrefixCache:
         self.places = dict[int, int]()  # of the layers, by their numbers in the model, with `at_attention`
         self.owner, self.start = self.rows, self.rows  # of each row: its prompt, and its first column
         self.prompt_mask = self.rows.new_empty(0, 0)  # [C, L], 1 where a prompt has a token
-        self.layout = PrefixLayout(None, 0, 0, torch.empty(0), torch.empty(0), 0)
+        self.layout = PrefixLayout(None, 0, 0, torch.empty(0), torch.empty(0), 0, kernels=kernels)
 
     @property
     def batch_size(self) -> int:
@@ -173,6 +175,7 @@ class SharedPrefixCache:
                 layout.mask = torch.cat([layout.mask, more], -1)
             layout.mask[..., layout.length + layout.used] = 0
         layout.views.clear()
+        layout.ranges.clear()
         with handling_keys(self._extend) if self.at_attention else nullcontext():
             out = self.model(
                 input_ids=token[:, None],
@@ -278,6 +281,11 @@ class SharedPrefixCache:
         self.layout.length, self.layout.start, self.layout.latest = width, self.start, int(self.start.max())
         first_rows = place.new_zeros(prompts).scatter_(0, self.owner, self.rows)
         self.layout.prompt_start = self.start[first_rows]  # rows of a prompt begin together
+        if self.layout.kernels:
+            by_prompt = self.rows.new_full((prompts * most,), -1, dtype=torch.int32)
+            self.layout.rows_of_prompts = by_prompt.index_copy_(0, place, self.rows.int()).view(prompts, most)
+            self.layout.rows_of_rows = self.rows.int()[:, None]
+            self.layout.first_of_prompt = (width - self.prompt_mask.sum(1))[self.owner]
 
 
 @dataclass(eq=False)
@@ -299,6 +307,13 @@ class PrefixLayout:
     prompt_start: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))  # [prompts] likewise
     latest: int = 0  # the last of them
     views: dict[int | None, LayoutView] = field(default_factory=dict)  # of the current step, by window
+    kernels: bool = False  # True: the following are set, and read by Triton's kernel instead of the masks
+    rows_of_prompts: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int32))
+    """[prompts, most] the rows of each prompt, −1 where it has fewer."""
+    rows_of_rows: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.int32))  # [N, 1] 0, 1, 2, …
+    first_of_prompt: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """[N] the column of its prompt's first token."""
+    ranges: dict[int | None, tuple[Tensor, ...]] = field(default_factory=dict)  # of the current step, by window
 
     def view(self, window: int | None, alignment: int) -> LayoutView:
         """Return what layers with a window, or without one (None), attend to from the next column; the same for all of a step.
@@ -341,6 +356,22 @@ class PrefixLayout:
             hide(self.prompt_mask[..., first_prompt_column:], of_prompts),
         )
 
+    def find_ranges(self, window: int | None) -> tuple[Tensor, ...]:
+        """Return [N] int32 the columns that each row attends to from the next one, in layers with this window: the first of the
+        prompt's and the one after its last, and the same of the row's own."""
+        if window not in self.ranges:
+            column = self.column
+            if column is None:
+                column = torch.full((1,), self.used, device=self.start.device)
+            first_of_prompt, first = self.first_of_prompt, self.start
+            if window is not None:
+                first_of_prompt = first_of_prompt.maximum(self.length + column - first - window + 1)
+                first = first.maximum(column - window + 1)
+            after = torch.full_like(first, self.length), (column + 1).expand_as(first)
+            columns = (first_of_prompt, after[0], first, after[1])
+            self.ranges[window] = tuple(x.to(torch.int32, memory_format=torch.contiguous_format) for x in columns)
+        return self.ranges[window]
+
     def to_grid(self, x: Tensor) -> Tensor:
         """Arrange [N, H, G, D] of rows as [prompts, H, most·G, D], with 0 where a prompt has fewer rows."""
         _, heads, each, width = x.shape
@@ -381,6 +412,7 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
         self.layout, self.window, self.prompt = layout, window, (keys.contiguous(), values.contiguous())
         self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST_TOKENS, x.shape[3]) for x in (keys, values))
         self.alignment = column_alignment(keys)
+        self.uses_kernel = layout.kernels and _is_kernels_kind(keys, values)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def get_seq_length(self) -> int:
@@ -459,6 +491,12 @@ class PassingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transforme
         return key_states, value_states
 
 
+def _is_kernels_kind(keys: Tensor, values: Tensor) -> bool:
+    from policygrad.samplers.local.kernels import ATTENTION_DTYPES, LARGEST_WIDTH
+
+    return keys.dtype in ATTENTION_DTYPES and max(keys.shape[-1], values.shape[-1]) <= LARGEST_WIDTH
+
+
 def column_alignment(keys: Tensor) -> int:
     """Return the multiple of columns that attention computes with. In half precision on a CPU, oneDNN compiles a matrix product for
     every new shape and keeps it, which would be one per length."""
@@ -532,6 +570,8 @@ def _attend(
         raise UnsupportedError("partly repeated heads")
     if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
         raise UnsupportedError("attention with another mask than the given one")
+    if key.layer.uses_kernel:
+        return _attend_by_kernel(query, key, value, scale, sinks)
     layout, view = key.layer.layout, key.layer.layout.view(key.layer.window, key.layer.alignment)
     with torch._C.DisableTorchFunctionSubclass():
         keys, values = (x.as_subclass(Tensor)[:, :, view.first_completion_column :] for x in (key, value))
@@ -553,6 +593,26 @@ def _attend(
         out = p[..., length:] @ values
         out += layout.from_grid(layout.to_grid(p[..., :length]) @ prompt_values)
         return out.reshape(*query.shape[:-1], values.shape[-1])
+
+
+def _attend_by_kernel(
+    query: Tensor, key: _SharedTensor, value: _SharedTensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute the same by Triton's kernel."""
+    from policygrad.samplers.local.kernels import attend_once
+
+    layer, layout = key.layer, key.layer.layout
+    with torch._C.DisableTorchFunctionSubclass():
+        keys, values = (x.as_subclass(Tensor) for x in (key, value))
+        prompt_first, prompt_end, first, end = layout.find_ranges(layer.window)
+        parts = [
+            (*layer.prompt, layout.rows_of_prompts, prompt_first, prompt_end),
+            (keys, values, layout.rows_of_rows, first, end),
+        ]
+        rows, _, _, width = keys.shape
+        scale = width**-0.5 if scale is None else scale
+        out = attend_once(query.reshape(rows, -1, width), parts, scale, None if sinks is None else sinks.contiguous())
+        return out.view(*query.shape[:-1], values.shape[-1])
 
 
 def _attend_in_half_precision(
@@ -608,26 +668,26 @@ def find_windows(model: Any) -> list[int | None]:
 
 
 @torch.no_grad()
-def supports_shared_prefix(model: nn.Module, pad: int, *, at_attention: bool = False) -> bool:
+def supports_shared_prefix(model: nn.Module, pad: int, *, at_attention: bool = False, kernels: bool = False) -> bool:
     """Return True if a `SharedPrefixCache` gives the logits of full sequences, relative to how much a sequence matters to this
     model: with prompts of two lengths, rows that leave, and a prompt that is added later."""
     config: Any = getattr(model, "config", None)
     before = switch_to_own_attention(model) if at_attention and config is not None else ""
     with short_windows(model):
-        shares = _shares_prefixes(model, pad, at_attention)
+        shares = _shares_prefixes(model, pad, at_attention, kernels)
     if before and not shares and config.get_text_config()._attn_implementation != before:
         set_attention(model, before)
     return shares
 
 
-def _shares_prefixes(model: nn.Module, pad: int, at_attention: bool) -> bool:
+def _shares_prefixes(model: nn.Module, pad: int, at_attention: bool, kernels: bool) -> bool:
     tokens = torch.arange(18, device=next(model.parameters()).device).view(3, 6) * 5 % 7 + 1
     prompts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
     sequences = [torch.cat([prompts[i], tokens[j, :2]]) for i, j in ((1, 0), (0, 2))]
     expected = _last_logits(model, [*sequences, torch.cat([prompts[2], tokens[0, :1]])]).float()
     effect = float((expected[0] - expected[1]).abs().max())
     try:
-        cache = SharedPrefixCache(model, pad, at_attention=at_attention)
+        cache = SharedPrefixCache(model, pad, at_attention=at_attention, kernels=kernels)
         cache.read(prompts[:2], torch.tensor([2, 1], device=cache.device), 4)
         cache.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=cache.device))
         order = cache.keep_rows(torch.tensor([1, 2], device=cache.device))
