@@ -41,9 +41,6 @@ SHOTS = (
 )
 REWARD = "gsm8k:last"
 WORDS = f"train grpo --reward {REWARD} --plain --lr 1e-5 --verify 1 --checkpoint.every 1000000"
-MAX_TOKENS = 48
-GPU_WORDS = f"--prompts-per-step 32 --samples-per-prompt 16 --max-tokens {MAX_TOKENS}"
-CPU_WORDS = "--prompts-per-step 2 --samples-per-prompt 4 --max-tokens 16"
 NAMES = ("Tom", "Anna", "Maya", "Ben", "Lena", "Omar", "Ines", "Raj")
 THINGS = ("apples", "pencils", "books", "stickers", "coins", "cards", "shells", "marbles")
 PROBLEMS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
@@ -91,13 +88,25 @@ def read_held_out(count: int) -> list[dict[str, Any]]:
 class Size:
     """How much is trained on and asked."""
 
-    words: str
+    prompts: int  # of a step
+    samples_each: int  # completions of each of them
+    max_tokens: int
     train: int  # problems
     asked: int  # problems of each held-out set
     samples: int  # of each of them
 
+    @property
+    def words(self) -> list[str]:
+        """What `policygrad train` is told of a step."""
+        step = {
+            "prompts-per-step": self.prompts,
+            "samples-per-prompt": self.samples_each,
+            "max-tokens": self.max_tokens,
+        }
+        return [word for name, value in step.items() for word in (f"--{name}", str(value))]
 
-SIZES = {"cuda": Size(GPU_WORDS, 4096, 256, 4), "cpu": Size(CPU_WORDS, 16, 8, 2)}
+
+SIZES = {"cuda": Size(32, 16, 48, 4096, 256, 4), "cpu": Size(2, 4, 16, 16, 8, 2)}
 
 
 def train_real_model(device: str) -> dict[str, Any]:
@@ -106,31 +115,37 @@ def train_real_model(device: str) -> dict[str, Any]:
     if model is None:
         return {"left out": "no model's folder: scripts/gpu_real_model.py says how to bring one"}
     with tempfile.TemporaryDirectory() as name:
-        folder, held_out = Path(name), read_held_out(size.asked)
-        rows = make_problems(size.asked + size.train, seed=0)
-        _write_rows(folder / "train.jsonl", rows[size.asked :])
-        _write_rows(folder / "generated.jsonl", rows[: size.asked])
-        words = [*WORDS.split(), *size.words.split(), "--model", model, "--learner.device", device]
+        folder = Path(name)
+        held_out = write_problems(folder, size)
+        words = [*WORDS.split(), *size.words, "--model", model, "--learner.device", device]
         words += ["--task", "train.jsonl", "--eval-data", "generated.jsonl"]
         steps = CPU_STEPS
         if device != "cpu":
-            _call([*words, "--steps", str(PROBE_STEPS), "--evaluation.problems", "0", "--output", "probe"], folder)
+            call([*words, "--steps", str(PROBE_STEPS), "--evaluation.problems", "0", "--output", "probe"], folder)
             steps = max(PROBE_STEPS, int(TRAIN_SECONDS / _read_rows(folder / "probe")[-1]["time/step"]))
         asked = ["--evaluation.problems", str(size.asked), "--evaluation.samples-per-prompt", str(size.samples)]
         start = time.perf_counter()
-        _call([*words, "--steps", str(steps), *asked, "--output", "run"], folder)
+        call([*words, "--steps", str(steps), *asked, "--output", "run"], folder)
         report: dict[str, Any] = {"model": Path(model).name, "seconds of the command": time.perf_counter() - start}
         report |= _describe_run(folder / "run")
-        if held_out:
-            _write_rows(folder / "gsm8k.jsonl", held_out)
-            report["GSM8K's test problems"] = _compare_on(folder, "gsm8k.jsonl", model, device)
-        checked = _call(["verify", "run", "--json"], folder, allowed=(0, 1))
+        if "gsm8k.jsonl" in held_out:
+            report["GSM8K's test problems"] = compare_on(folder, "gsm8k.jsonl", ["run", model], device)
+        checked = call(["verify", "run", "--json"], folder, allowed=(0, 1))
         report["verify"] = json.loads(checked.splitlines()[-1])["summary"]
-        _call(["report", "run", "--output", "report.html"], folder)
+        call(["report", "run", "--output", "report.html"], folder)
         report["report page, KiB"] = (folder / "report.html").stat().st_size >> 10
         if place := os.environ.get("OUT"):  # where a lent machine hands files back
             (Path(place) / "real-model.html").write_bytes((folder / "report.html").read_bytes())
     return report
+
+
+def write_problems(folder: Path, size: Size) -> list[str]:
+    """Write train.jsonl and the held-out sets: others of the generator, and GSM8K's where they are at hand. Return these names."""
+    rows, held_out = make_problems(size.asked + size.train, seed=0), read_held_out(size.asked)
+    sets = {"generated.jsonl": rows[: size.asked]} | ({"gsm8k.jsonl": held_out} if held_out else {})
+    for name, problems in {"train.jsonl": rows[size.asked :], **sets}.items():
+        write_rows(folder / name, problems)
+    return list(sets)
 
 
 def find_model(device: str) -> str | None:
@@ -146,11 +161,20 @@ def measure_beginning(model: Path, problems: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = make_problems(problems + 1, seed=0)
-        _write_rows(folder / "generated.jsonl", rows[1:])
-        _write_rows(folder / "train.jsonl", rows[:1])  # a task needs problems that are not asked
+        write_rows(folder / "generated.jsonl", rows[1:])
+        write_rows(folder / "train.jsonl", rows[:1])  # a task needs problems that are not asked
         words = ["eval", str(model.resolve()), "--task", "train.jsonl", "--eval-data", "generated.jsonl", "--json"]
-        words += ["--reward", REWARD, "--problems", str(problems), "--samples", "1", "--max-tokens", str(MAX_TOKENS)]
-        found = json.loads(_call(words, folder).splitlines()[-1])
+        words += [
+            "--reward",
+            REWARD,
+            "--problems",
+            str(problems),
+            "--samples",
+            "1",
+            "--max-tokens",
+            str(SIZES["cuda"].max_tokens),
+        ]
+        found = json.loads(call(words, folder).splitlines()[-1])
     return f"{found['mean']:.3f} ± {1.96 * found['stderr']:.3f} of {problems} problems"
 
 
@@ -175,18 +199,32 @@ def _interval(mean: float, stderr: float) -> list[float]:
     return [round(x, 4) for x in (mean, mean - 1.96 * stderr, mean + 1.96 * stderr)]
 
 
-def _compare_on(folder: Path, data: str, model: str, device: str) -> dict[str, Any]:
-    """Return accuracies of the model as it was and as it is now, and the difference with its interval."""
+def compare_on(folder: Path, data: str, words: list[str], device: str) -> dict[str, Any]:
+    """Return accuracies of the model as it was and as it is now, and the difference, each with its interval.
+
+    Args:
+        words: What `policygrad eval` is told of the two: the trained one, the other one, and where their task is.
+    """
     size = SIZES[device]
-    words = ["eval", "run", model, "--eval-data", data, "--problems", str(size.asked), "--device", device, "--json"]
-    words += ["--samples", str(size.samples)] + ([] if device == "cpu" else ["--dtype", "bf16"])
-    found = json.loads(_call(words, folder).splitlines()[-1])
+    asked = [
+        "--eval-data",
+        data,
+        "--problems",
+        str(size.asked),
+        "--samples",
+        str(size.samples),
+        "--device",
+        device,
+        "--json",
+    ]
+    dtype = [] if device == "cpu" else ["--dtype", "bf16"]
+    found = json.loads(call(["eval", *words, *asked, *dtype], folder).splitlines()[-1])
     after, before = (_interval(row["mean"], row["stderr"]) for row in found["models"])
     gain = found["differences"][0]["mean"]
     return {"before": before, "after": after, "gain": [gain[x] for x in ("value", "low", "high")]}
 
 
-def _call(words: list[str], folder: Path, allowed: tuple[int, ...] = (0,)) -> str:
+def call(words: list[str], folder: Path, allowed: tuple[int, ...] = (0,)) -> str:
     """Call policygrad in a folder, and return what it printed. Raises RuntimeError with the end of its errors."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
     done = subprocess.run(
@@ -206,7 +244,7 @@ def _read_rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

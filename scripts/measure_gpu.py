@@ -49,6 +49,7 @@ import gpu_colocation  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_ranks  # noqa: E402
 import gpu_real_model  # noqa: E402
+import gpu_real_trl  # noqa: E402
 from gpu_parts import CheckFailedError as CheckFailedError  # noqa: E402
 from gpu_parts import check  # noqa: E402
 from gpu_record import NOT_RUN, stamp, write_part  # noqa: E402
@@ -621,6 +622,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     **gpu_parts.PARTS,
     **gpu_ranks.PARTS,
     "colocation beside a server": (90, measure_colocation),
+    **gpu_real_trl.PARTS,
 }
 """Name -> time limit in seconds, and what is run."""
 CHECKS = (
@@ -637,7 +639,9 @@ CHECKS = (
 GROUPS: dict[str, tuple[str, ...]] = {
     "checks": (*CHECKS, "captures beside a learner", "default run with pictures", *gpu_ranks.PARTS),
 }
-GROUPS["alone"] = tuple(name for name in PARTS if name not in (*GROUPS["checks"], *gpu_real_model.PARTS))
+GROUPS["alone"] = tuple(
+    name for name in PARTS if name not in (*GROUPS["checks"], *gpu_real_model.PARTS, *gpu_real_trl.PARTS)
+)
 """Names for several parts. `checks` compare numbers and need little of a GPU, so `real model` can learn beside them; the figures of
 the others, or their need of memory, want it alone."""
 

@@ -20,7 +20,13 @@ LEARNERS = {
     "learner groups": ("0.6B, 4 groups of 8: 2,048 tokens shared, 1,024 each", "–"),
     "learner groups, compiled": ("0.6B, 4 groups of 8: 2,048 tokens shared, 1,024 each", "compile"),
     "learner 4B LoRA 16k recomputed": ("4B, texts of 16,384", "gradient-checkpointing, lora rank=16"),
+    "learner 4B LoRA 16k recomputed, compiled": (
+        "4B, texts of 16,384",
+        "gradient-checkpointing, compile, lora rank=16",
+    ),
 }
+LONGEST_CELL = 600
+"""Characters of a part's result on the page."""
 Describe = Callable[[dict[str, Any]], str]
 CHECKS: list[tuple[str, str, str, Describe]] = [
     ("algorithms", "one update of each algorithm, weights and moments, in float64", "the CPU in float64",
@@ -56,7 +62,7 @@ def seen_block() -> str:
         for name, words in LEARNERS.items()
     ]
     others = [
-        (name, _tell(parts, name, lambda r: measure_gpu.describe({"result": r})), _when(parts, name))
+        (name, _shorten(_tell(parts, name, lambda r: measure_gpu.describe({"result": r}))), _when(parts, name))
         for name in measure_gpu.PARTS
         if name not in shown
     ]
@@ -80,7 +86,7 @@ def seen_block() -> str:
             "## The default run",
             f"`policygrad train`: {_tell(parts, 'default run', _default)} ({_when(parts, 'default run')}).",
             "## Other parts",
-            "By the names of `--parts`.",
+            "By the names of `--parts`; whole results are in docs/results/gpu.json.",
             table(("part", "result", "measured"), others),
         ]
     )
@@ -95,6 +101,10 @@ def _tell(parts: dict[str, Any], name: str, text: Describe) -> str:
         return f"failed: {_in_cell(outcome['error'])[:160]}"
     result = outcome["result"]
     return _in_cell(f"left out: {result['left out']}" if "left out" in result else text(result))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL].rpartition(';')[0]}; …"
 
 
 def _in_cell(text: str) -> str:

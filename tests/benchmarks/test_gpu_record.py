@@ -8,6 +8,7 @@ from typing import Any
 
 import gpu_colocation
 import gpu_real_model
+import gpu_real_trl
 import gpu_record
 import measure_gpu
 import pieces
@@ -117,4 +118,5 @@ def test_a_server_that_keeps_its_memory_asleep_is_found() -> None:
 
 def test_a_group_of_parts_leaves_none_out() -> None:
     grouped = [name for names in measure_gpu.GROUPS.values() for name in names]
-    assert sorted([*grouped, *gpu_real_model.PARTS]) == sorted(measure_gpu.PARTS)
+    by_themselves = [*gpu_real_model.PARTS, *gpu_real_trl.PARTS]
+    assert sorted(grouped + by_themselves) == sorted(measure_gpu.PARTS)
