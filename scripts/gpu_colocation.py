@@ -36,7 +36,13 @@ class Sizes:
     cache: int
 
 
-SIZES = {"cuda": Sizes(2 * 1024, 60 * 1024), "cpu": Sizes(64, 192)}
+def choose_sizes(device: str) -> Sizes:
+    """Return what is worth lending: most of half a GPU."""
+    if device == "cpu":
+        return Sizes(64, 192)
+    return Sizes(2 * 1024, int(0.43 * torch.cuda.get_device_properties(0).total_memory) // MIB)
+
+
 BESIDE = 2 * GIB
 """What a GPU keeps for two contexts when the learner takes all that is free."""
 
@@ -52,7 +58,7 @@ def measure_colocation(device: str, build: Callable[[], Any], step: Any) -> dict
 
     from doubles.engine_environment import make_environment
 
-    sizes, on_cpu = SIZES[device], device == "cpu"
+    sizes, on_cpu = choose_sizes(device), device == "cpu"
     with make_folder(build, step) as folder, ExitStack() as stack:
         log = folder / "server.jsonl"
         words = [sys.executable, __file__, device, str(sizes.weights), str(sizes.cache), str(log)]
@@ -148,6 +154,8 @@ def check_phases(
                 f"the learner could take no more than beside a server: {row}",
             )
     phases = {f"server: {name}": [round(x, 2) for x in values] for name, values in used.items()}
+    if device != "cpu":
+        phases["device"] = [round(row["device, GiB"], 2) for row in server]
     return {"held by the server, GiB": lent} | phases | {f"step {i + 1}": row for i, row in enumerate(learner)}
 
 
@@ -172,7 +180,8 @@ def serve(device: str, sizes: Sizes, log: Path, dtype: str, port: int) -> None:
         if device != "cpu":
             torch.cuda.empty_cache()
         with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "GiB": read_used(device)}) + "\n")
+            own = read_used(device) if device == "cpu" else torch.cuda.memory_reserved() / GIB
+            file.write(json.dumps({"event": event, "GiB": own, "device, GiB": read_used(device)}) + "\n")
 
     def respond_and_hold(path: str, body: Any) -> Any:
         answer = respond(path, body)

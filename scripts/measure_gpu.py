@@ -621,7 +621,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     **gpu_real_model.PARTS,
     **gpu_parts.PARTS,
     **gpu_ranks.PARTS,
-    "colocation beside a server": (90, measure_colocation),
+    "colocation beside a server": (120, measure_colocation),
     **gpu_real_trl.PARTS,
 }
 """Name -> time limit in seconds, and what is run."""
