@@ -26,6 +26,8 @@ import torch
 MIB, GIB = 2**20, 2**30
 STEPS = 2
 PART_NAMES = ("weights", "kv_cache")
+BESIDE = 2 * GIB
+"""What a GPU keeps for two contexts when the learner takes all that is free."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,6 @@ def choose_sizes(device: str) -> Sizes:
     if device == "cpu":
         return Sizes(64, 192)
     return Sizes(2 * 1024, int(0.43 * torch.cuda.get_device_properties(0).total_memory) // MIB)
-
-
-BESIDE = 2 * GIB
-"""What a GPU keeps for two contexts when the learner takes all that is free."""
 
 
 def measure_colocation(device: str, build: Callable[[], Any], step: Any) -> dict[str, Any]:
