@@ -119,10 +119,9 @@ def train_real_model(device: str) -> dict[str, Any]:
         held_out = write_problems(folder, size)
         words = [*WORDS.split(), *size.words, "--model", model, "--learner.device", device]
         words += ["--task", "train.jsonl", "--eval-data", "generated.jsonl"]
-        steps = CPU_STEPS
-        if device != "cpu":
-            call([*words, "--steps", str(PROBE_STEPS), "--evaluation.problems", "0", "--output", "probe"], folder)
-            steps = max(PROBE_STEPS, int(TRAIN_SECONDS / _read_rows(folder / "probe")[-1]["time/step"]))
+        probe = ["--steps", str(PROBE_STEPS), "--evaluation.problems", "0", "--output", "probe"]
+        call([*words, *probe], folder)
+        steps = choose_steps(_read_rows(folder / "probe"), device)
         asked = ["--evaluation.problems", str(size.asked), "--evaluation.samples-per-prompt", str(size.samples)]
         start = time.perf_counter()
         call([*words, "--steps", str(steps), *asked, "--output", "run"], folder)
@@ -137,6 +136,12 @@ def train_real_model(device: str) -> dict[str, Any]:
         if place := os.environ.get("OUT"):  # where a lent machine hands files back
             (Path(place) / "real-model.html").write_bytes((folder / "report.html").read_bytes())
     return report
+
+
+def choose_steps(rows: list[dict[str, Any]], device: str) -> int:
+    """Return how many steps fill the time, by the last one of the metrics' rows; on a CPU very few."""
+    steps = max(PROBE_STEPS, int(TRAIN_SECONDS / (rows[-1]["time/rollout"] + rows[-1]["time/update"])))
+    return min(steps, CPU_STEPS) if device == "cpu" else steps
 
 
 def write_problems(folder: Path, size: Size) -> list[str]:

@@ -120,3 +120,8 @@ def test_a_group_of_parts_leaves_none_out() -> None:
     grouped = [name for names in measure_gpu.GROUPS.values() for name in names]
     by_themselves = [*gpu_real_model.PARTS, *gpu_real_trl.PARTS]
     assert sorted(grouped + by_themselves) == sorted(measure_gpu.PARTS)
+
+
+def test_steps_fill_the_time() -> None:
+    rows = [{"time/rollout": 9.0, "time/update": 9.0}, {"time/rollout": 0.5, "time/update": 0.7}]
+    assert gpu_real_model.choose_steps(rows, "cuda") == gpu_real_model.TRAIN_SECONDS / 1.2
