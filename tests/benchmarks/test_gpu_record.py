@@ -125,3 +125,11 @@ def test_a_group_of_parts_leaves_none_out() -> None:
 def test_steps_fill_the_time() -> None:
     rows = [{"time/rollout": 9.0, "time/update": 9.0}, {"time/rollout": 0.5, "time/update": 0.7}]
     assert gpu_real_model.choose_steps(rows, "cuda") == gpu_real_model.TRAIN_SECONDS / 1.2
+
+
+def test_no_held_out_problem_is_trained_on(tmp_path: Path) -> None:
+    names = gpu_real_model.write_problems(tmp_path, gpu_real_model.SIZES["cpu"])
+    sets = {name: (tmp_path / name).read_text().splitlines() for name in ("train.jsonl", *names)}
+    assert names[0] == "generated.jsonl"
+    assert (len(sets["train.jsonl"]), len(sets["generated.jsonl"])) == (16, 8)
+    assert not set(sets["train.jsonl"]) & {line for name in names for line in sets[name]}
