@@ -37,7 +37,7 @@ class PublishedRun:
     """A run that others measured, as docs/results/published.toml has it."""
 
     name: str
-    kind: str  # learner, sampler or step
+    kind: str  # learner, publisher, sampler or step
     source: str
     model: str
     device: str
@@ -103,6 +103,8 @@ def list_measured(run: PublishedRun) -> Iterator[tuple[str, float]]:
             yield "learning", seconds
         if "step_seconds" in m and rate:
             yield "publishing", run.tokens / rate - seconds
+    elif run.kind == "publisher":
+        yield "publishing", m["seconds"]
     elif run.kind == "sampler":
         rate = m.get("output_tokens_per_second")
         yield "sampling", run.work["prompts"] * run.work["completion"] / rate if rate else m["seconds"]
@@ -135,6 +137,9 @@ def plan_run(run: PublishedRun, efficiency: Efficiency) -> CapacityPlan:
         workload = Workload(work["texts"], 1, 1, length - 1, length - 1)
         cost = AlgorithmCost("grpo", recomputes_head=options.get("recomputes_head", False))
         layout["micro_tokens"] = length * work.get("micro_texts", 1)
+    elif run.kind == "publisher":  # one group of processes
+        workload, cost = Workload(1, 1, 1, 1, 1), AlgorithmCost()
+        layout |= {"tensor_parallel": options["samplers"], "weight_transport": "nccl"}
     else:
         workload = Workload(work["prompts"], work.get("samples", 1), work["prompt"], work["completion"], work["longest"])
         scores = 2 if run.kind == "step" else 0
@@ -195,19 +200,21 @@ class Fit:
     names: tuple[str, ...]
     kind: str  # of `ALLOWED`
     values: tuple[tuple[float, ...], ...]  # that are tried, of each
-    runs: str = ""  # the kind of runs; empty = all
+    runs: tuple[str, ...]  # the kinds of runs whose figures they are
+
+
+def _grid(first: float, step: float, count: int) -> tuple[float, ...]:
+    return tuple(float(f"{first + step * i:.6g}") for i in range(count))
 
 
 FITS = (
-    Fit(("training",), "learning", (tuple(round(0.3 + 0.01 * i, 2) for i in range(61)),), "learner"),
+    Fit(("training",), "learning", (_grid(0.3, 0.01, 61),), ("learner",)),
     # At most the 89 % of its bandwidth that an H200 copied with (docs/scaling.md).
-    Fit(
-        ("engine_sampling", "engine_overhead"),
-        "sampling",
-        (tuple(round(0.5 + 0.05 * i, 2) for i in range(9)), tuple(round(5e-6 * i, 6) for i in range(31))),
-    ),
-    Fit(("storage",), "publishing", (tuple(1e8 * i for i in range(5, 41)),), "learner"),
-    Fit(("engine_load",), "publishing", (tuple(1e8 * i for i in range(5, 101)),), "step"),
+    Fit(("engine_sampling", "engine_overhead"), "sampling", (_grid(0.5, 0.05, 9), _grid(0, 5e-6, 31)), ("sampler", "step")),
+    Fit(("storage",), "publishing", (_grid(5e8, 1e8, 36),), ("learner",)),
+    Fit(("engine_load",), "publishing", (_grid(5e8, 1e8, 96),), ("step",)),
+    Fit(("broadcast",), "publishing", (_grid(5e8, 1e8, 96),), ("publisher",)),
+    Fit(("allreduce_network",), "step", (_grid(0, 25e-6, 21),), ("step",)),
 )
 UTILISED = "A100"
 """The device, besides those that `training` is fitted on, whose `utilisation` is fitted."""
@@ -222,13 +229,14 @@ def fit_constants(runs: Sequence[PublishedRun]) -> dict[str, float]:
     for fit in FITS:
         pool = others if fit.names == ("training",) else [*others, *same]
         found |= _search(fit, pool, found)
-    [training] = _search(FITS[0], same, found).values()
-    utilised = training * find_device(UTILISED).utilisation / found["training"]
-    return found | {"utilisation": round(utilised * 20) / 20}
+    now = find_device(UTILISED).utilisation
+    values = {found["training"] * u / now: u for u in (round(0.5 + 0.05 * i, 2) for i in range(41))}
+    [training] = _search(Fit(("training",), "learning", (tuple(values),), ("learner",)), same, found).values()
+    return found | {"utilisation": values[training]}
 
 
 def _search(fit: Fit, runs: Sequence[PublishedRun], found: Mapping[str, float]) -> dict[str, float]:
-    of_kind = [run for run in runs if fit.runs in ("", run.kind) and any(kind == fit.kind for kind, _ in list_measured(run))]
+    of_kind = [run for run in runs if run.kind in fit.runs and any(kind == fit.kind for kind, _ in list_measured(run))]
 
     def distance(values: tuple[float, ...]) -> float:
         efficiency = replace(Efficiency(), **{**found, **dict(zip(fit.names, values, strict=True))})

@@ -212,8 +212,10 @@ class Efficiency:
     engine_overhead: float = 75e-6
     link: float = 0.7  # bandwidth between devices
     storage: float = 1.6e9  # bytes per second, for weights that pass through a folder to samplers on other devices
+    broadcast: float = 3.9e9  # bytes per second, for weights that NCCL sends to an engine in other machines
     engine_load: float = 2.6e9  # bytes per second and device until an engine that slept has its weights and is awake
     allreduce: float = 10e-6  # seconds to all-reduce a small tensor over a sampler's devices, twice per layer
+    allreduce_network: float = 100e-6  # the same where these are in several machines
 
 
 @dataclass(frozen=True)
@@ -271,8 +273,9 @@ def load_calibration(path: Path) -> Calibration:
     try:
         device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
         fractions = (reached.training, reached.scoring, reached.sampling, reached.link, reached.storage)
-        fractions += reached.engine_sampling, reached.engine_load
-        if min(fractions) <= 0 or min(reached.layer_overhead, reached.engine_overhead, reached.allreduce) < 0:
+        fractions += reached.engine_sampling, reached.engine_load, reached.broadcast
+        seconds = reached.layer_overhead, reached.engine_overhead, reached.allreduce, reached.allreduce_network
+        if min(fractions) <= 0 or min(seconds) < 0:
             raise ValueError("an efficiency is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -189,7 +189,8 @@ class TimeModel:
         reached, overhead = efficiency.sampling, efficiency.layer_overhead
         if not self.layout.keeps_full_policy:
             reached, overhead = efficiency.engine_sampling, efficiency.engine_overhead
-        overhead += 2 * efficiency.allreduce if tensor > 1 else 0
+        if tensor > 1:
+            overhead += 2 * (efficiency.allreduce if tensor <= self.device.per_node else efficiency.allreduce_network)
         seen = {w: min(attended, w) for w in shape.windows}
         per_token = self.operations(TokenCounts(1, attended, 1, seen), 1, 1) / rate
         return SamplerSpeed(
@@ -214,6 +215,15 @@ class TimeModel:
         machines = ceil(devices / self.device.per_node)
         between = size / (self.device.network * self.device.per_node) if machines > 1 else 0.0
         return max(within, between) / self.efficiency.link
+
+    def sending_seconds(self, size: float) -> float:
+        """Return the seconds until weights of `size` bytes that one learner has are in samplers on other devices: written to a folder
+        and read from it, or sent to one sampler after another."""
+        if self.layout.weight_transport == "folder":
+            return 2 * size / self.efficiency.storage
+        is_near = self.layout.gpus <= self.device.per_node
+        rate = self.device.link * self.efficiency.link if is_near else self.efficiency.broadcast
+        return self.layout.num_samplers * size / rate
 
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
         """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
@@ -240,8 +250,8 @@ class TimeModel:
         state = 2 * (MASTER_BYTES + moments) + GRADIENT_BYTES + number
         trained = algorithm.updates * algorithm.trained_models * trains
         size = shape.parameters * number
-        if self.layout.is_disaggregated:  # through a folder to the samplers
-            publishing = gather + 2 * size / self.efficiency.storage
+        if self.layout.is_disaggregated:
+            publishing = gather + self.sending_seconds(size)
         elif not self.layout.keeps_full_policy:  # to an engine that shares the devices
             publishing = gather + size / self.layout.tensor_parallel / self.efficiency.engine_load
         elif ranks == 1:
