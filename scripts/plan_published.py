@@ -171,6 +171,28 @@ def _read() -> dict[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
+@dataclass(frozen=True)
+class Miss:
+    """Why figures of some runs are outside of `ALLOWED`."""
+
+    runs: Sequence[str]  # beginnings of names
+    kinds: Sequence[str]
+    why: str
+
+    def explains(self, figure: Figure) -> bool:
+        return figure.kind in self.kinds and figure.run.name.startswith(tuple(self.runs))
+
+
+def load_misses() -> list[Miss]:
+    """Return what is known of figures that the plan misses."""
+    return [Miss(**value) for value in _read()["miss"]]
+
+
+def load_failures() -> dict[str, Any]:
+    """Return how often a cluster failed: devices, days, interruptions, source, url."""
+    return _read()["failures"]
+
+
 def list_sources() -> dict[str, dict[str, str]]:
     """Return the sources by key."""
     return _read()["source"]
@@ -228,14 +250,15 @@ def fit_constants(runs: Sequence[PublishedRun]) -> dict[str, float]:
     found = dict[str, float]()
     for fit in FITS:
         pool = others if fit.names == ("training",) else [*others, *same]
-        found |= _search(fit, pool, found)
+        found |= search(fit, pool, found)
     now = find_device(UTILISED).utilisation
     values = {found["training"] * u / now: u for u in (round(0.5 + 0.05 * i, 2) for i in range(41))}
-    [training] = _search(Fit(("training",), "learning", (tuple(values),), ("learner",)), same, found).values()
+    [training] = search(Fit(("training",), "learning", (tuple(values),), ("learner",)), same, found).values()
     return found | {"utilisation": values[training]}
 
 
-def _search(fit: Fit, runs: Sequence[PublishedRun], found: Mapping[str, float]) -> dict[str, float]:
+def search(fit: Fit, runs: Sequence[PublishedRun], found: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of a fit's constants that are best for these runs, with constants that were `found` before."""
     of_kind = [run for run in runs if run.kind in fit.runs and any(kind == fit.kind for kind, _ in list_measured(run))]
 
     def distance(values: tuple[float, ...]) -> float:

@@ -201,7 +201,10 @@ CALIBRATION_FORMAT = "policygrad calibration 2"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the published figures that a real run reaches."""
+    """Fractions of the published figures that a real run reaches.
+
+    `training` and those of engines and of publishing are fitted to figures that others published (scripts/plan_published.py).
+    """
 
     training: float = 0.48  # forward and backward passes
     scoring: float = 0.5  # forward passes, including prompts before sampling

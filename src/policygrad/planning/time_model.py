@@ -218,12 +218,13 @@ class TimeModel:
 
     def sending_seconds(self, size: float) -> float:
         """Return the seconds until weights of `size` bytes that one learner has are in samplers on other devices: written to a folder
-        and read from it, or sent to one sampler after another."""
+        and read from it, or sent to each sampler by itself, to all at a time as far as the learner's network carries them."""
         if self.layout.weight_transport == "folder":
             return 2 * size / self.efficiency.storage
-        is_near = self.layout.gpus <= self.device.per_node
-        rate = self.device.link * self.efficiency.link if is_near else self.efficiency.broadcast
-        return self.layout.num_samplers * size / rate
+        samplers, network = self.layout.num_samplers, self.device.network * self.efficiency.link
+        if self.layout.gpus <= self.device.per_node:
+            return samplers * size / self.device.link / self.efficiency.link
+        return samplers * size / min(samplers * self.efficiency.broadcast, network)
 
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
         """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
