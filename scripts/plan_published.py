@@ -87,12 +87,18 @@ def load_runs() -> list[PublishedRun]:
 def compare_runs(runs: Sequence[PublishedRun], efficiency: Efficiency | None = None) -> list[Figure]:
     """Return each figure of the runs beside the plan's, by default with the plan's own constants."""
     reached = Efficiency() if efficiency is None else efficiency
-    return [Figure(run, kind, measured, _predict(run, kind, reached)) for run in runs for kind, measured in list_measured(run)]
+    return [
+        Figure(run, kind, measured, _predict(run, kind, reached))
+        for run in runs
+        for kind, measured in list_measured(run)
+    ]
 
 
 def list_measured(run: PublishedRun) -> Iterator[tuple[str, float]]:
-    """Iterate over the kinds of a run's figures, in GiB and seconds. Rates become seconds of a step; what a step lasts longer with the
-    weights written for an engine than without is their publication."""
+    """Iterate over the kinds of a run's figures, in GiB and seconds.
+
+    Rates become seconds of a step. What a step lasts longer with weights written for an engine than without is publishing.
+    """
     m = run.measured
     if "memory_gib" in m:
         yield "memory", m["memory_gib"]
@@ -141,7 +147,9 @@ def plan_run(run: PublishedRun, efficiency: Efficiency) -> CapacityPlan:
         workload, cost = Workload(1, 1, 1, 1, 1), AlgorithmCost()
         layout |= {"tensor_parallel": options["samplers"], "weight_transport": "nccl"}
     else:
-        workload = Workload(work["prompts"], work.get("samples", 1), work["prompt"], work["completion"], work["longest"])
+        workload = Workload(
+            work["prompts"], work.get("samples", 1), work["prompt"], work["completion"], work["longest"]
+        )
         scores = 2 if run.kind == "step" else 0
         cost = AlgorithmCost("grpo", 1, scores // 2, scores, updates=options.get("updates", 1), recomputes_head=True)
         layout["decode_rows"] = 4096
@@ -232,7 +240,12 @@ def _grid(first: float, step: float, count: int) -> tuple[float, ...]:
 FITS = (
     Fit(("training",), "learning", (_grid(0.3, 0.01, 61),), ("learner",)),
     # At most the 89 % of its bandwidth that an H200 copied with (docs/scaling.md).
-    Fit(("engine_sampling", "engine_overhead"), "sampling", (_grid(0.5, 0.05, 9), _grid(0, 5e-6, 31)), ("sampler", "step")),
+    Fit(
+        ("engine_sampling", "engine_overhead"),
+        "sampling",
+        (_grid(0.5, 0.05, 9), _grid(0, 5e-6, 31)),
+        ("sampler", "step"),
+    ),
     Fit(("storage",), "publishing", (_grid(5e8, 1e8, 36),), ("learner",)),
     Fit(("engine_load",), "publishing", (_grid(5e8, 1e8, 96),), ("step",)),
     Fit(("broadcast",), "publishing", (_grid(5e8, 1e8, 96),), ("publisher",)),
@@ -243,8 +256,10 @@ UTILISED = "A100"
 
 
 def fit_constants(runs: Sequence[PublishedRun]) -> dict[str, float]:
-    """Return the constants with which logarithms of the plan's figures are nearest to those measured, on average of the fitted half;
-    of the utilisation the quotient of what `training` would be on that device and on the others."""
+    """Return the constants with which the plan is nearest to the fitted half, by the mean distance of logarithms.
+
+    Utilisation is the quotient of what `training` would be on that device and on the others.
+    """
     others = [run for run in runs if not run.is_judged and run.device != UTILISED]
     same = [run for run in runs if not run.is_judged and run.device == UTILISED]
     found = dict[str, float]()
@@ -277,14 +292,18 @@ def main() -> None:
     for figure in figures:
         half = "judged" if figure.run.is_judged else "fitted"
         mark = "" if figure.is_within else "  outside"
-        print(f"{figure.kind:<11}{half:<8}{figure.measured:>9.4g}{figure.planned:>9.4g}{figure.ratio:>7.2f}  {figure.run.name}{mark}")
+        print(
+            f"{figure.kind:<11}{half:<8}{figure.measured:>9.4g}{figure.planned:>9.4g}{figure.ratio:>7.2f}  {figure.run.name}{mark}"
+        )
     for kind in ALLOWED:
         for half in (False, True):
             ratios = [figure for figure in figures if figure.kind == kind and figure.run.is_judged == half]
             if ratios:
                 within = sum(figure.is_within for figure in ratios)
                 middle = median(figure.ratio for figure in ratios)
-                print(f"{kind}, {'judged' if half else 'fitted'}: {within} of {len(ratios)} within {ALLOWED[kind]:.0%}, median {middle:.2f}")
+                print(
+                    f"{kind}, {'judged' if half else 'fitted'}: {within} of {len(ratios)} within, median {middle:.2f}"
+                )
     if options.fit:
         for name, value in fit_constants(runs).items():
             now = find_device(UTILISED).utilisation if name == "utilisation" else getattr(Efficiency(), name)

@@ -8,11 +8,22 @@ from functools import cache
 from math import ceil
 from statistics import median
 
+from plan_published import (
+    ALLOWED,
+    FITS,
+    UTILISED,
+    Figure,
+    compare_runs,
+    list_sources,
+    load_failures,
+    load_misses,
+    load_runs,
+)
+
 from pages.markdown import table
-from plan_published import ALLOWED, FITS, GIB, UTILISED, Figure, compare_runs, list_sources, load_failures, load_misses, load_runs
 from policygrad.commands.parsing import parse_arguments
 from policygrad.commands.plan import PlanOptions, make_plan
-from policygrad.planning.hardware import DEVICES, GB, Efficiency
+from policygrad.planning.hardware import DEVICES, Efficiency
 from policygrad.planning.model_sizes import GRADIENT_BYTES
 from policygrad.planning.planner import CapacityPlan
 from policygrad.planning.render import format_gib, format_seconds
@@ -62,7 +73,14 @@ def summary_block() -> str:
         )
     judged = [figure for figure in figures() if figure.run.is_judged]
     runs = {figure.run.name for figure in figures()}
-    head = ("figures of", "allowed", "within, fitted half", "within, judged half", "median ratio, judged", "lowest and highest, judged")
+    head = (
+        "figures of",
+        "allowed",
+        "within, fitted half",
+        "within, judged half",
+        "median ratio, judged",
+        "lowest and highest, judged",
+    )
     return (
         f"{len(figures())} figures of {len(runs)} runs, from {len(list_sources())} sources; a ratio is the plan's figure over the "
         f"measured one. Of the judged half {count_within(judged)} are within what is allowed.\n\n{table(head, rows)}"
@@ -80,12 +98,24 @@ def count_within(some: Sequence[Figure]) -> str:
 def constants_block() -> str:
     """Write the constants that were fitted, and their values."""
     rows = [
-        (UNITS[name][0], f"`{name}`", UNITS[name][1].format(getattr(Efficiency(), name)), f"{fit.kind}: {', '.join(fit.runs)}")
+        (
+            UNITS[name][0],
+            f"`{name}`",
+            UNITS[name][1].format(getattr(Efficiency(), name)),
+            f"{fit.kind}: {', '.join(fit.runs)}",
+        )
         for fit in FITS
         for name in fit.names
     ]
     factor = DEVICES[UTILISED].utilisation
-    rows.append((f"efficiency of learning and scoring on an {UTILISED}, as a multiple of others'", "`utilisation`", f"{factor:g}", "learning: learner"))
+    rows.append(
+        (
+            f"efficiency of learning and scoring on an {UTILISED}, as a multiple of others'",
+            "`utilisation`",
+            f"{factor:g}",
+            "learning: learner",
+        )
+    )
     return table(("constant", "name", "value", "fitted to figures of"), rows)
 
 
@@ -110,7 +140,13 @@ def figures_block() -> str:
         ]
         parts.append(f"### {title}\n\n{table(('run', 'measured', 'planned', 'ratio', 'half'), rows)}")
     notes = [f"- {run.name}: {run.note}" for run in load_runs() if run.note]
-    return "\n\n".join([*parts, "### Notes\n\n" + "\n".join(notes), "### Sources\n\n" + "\n".join(_cite(x) for x in list_sources().values())])
+    return "\n\n".join(
+        [
+            *parts,
+            "### Notes\n\n" + "\n".join(notes),
+            "### Sources\n\n" + "\n".join(_cite(x) for x in list_sources().values()),
+        ]
+    )
 
 
 def _cite(source: dict[str, str]) -> str:
@@ -208,11 +244,19 @@ def _phases(plan: CapacityPlan) -> str:
     overhead = longest - max(work.lengths) * replace(model, efficiency=without).sampler_speed(work).fixed
     rows = [
         ("sampling completions", format_seconds(times.generation), _share(times.generation, plan)),
-        ("of it the longest completion alone, which more samplers do not shorten", format_seconds(longest), _share(longest, plan)),
+        (
+            "of it the longest completion alone, which more samplers do not shorten",
+            format_seconds(longest),
+            _share(longest, plan),
+        ),
         ("of that overhead and all-reduces per layer and token", format_seconds(overhead), _share(overhead, plan)),
         ("scoring: log π_old, log π_ref", format_seconds(times.scoring), _share(times.scoring, plan)),
         ("forward and backward", format_seconds(times.learning), _share(times.learning, plan)),
-        ("of it computing; the rest waits for weights and gradients on the links", format_seconds(computing), _share(computing, plan)),
+        (
+            "of it computing; the rest waits for weights and gradients on the links",
+            format_seconds(computing),
+            _share(computing, plan),
+        ),
         ("publishing the weights", format_seconds(times.publishing), _share(times.publishing, plan)),
         ("a step: the longer of sampling and update, then publishing", format_seconds(plan.step_seconds), "100%"),
     ]
@@ -230,7 +274,9 @@ def _limits(first: CapacityPlan, plan: CapacityPlan) -> str:
     failures = load_failures()
     hours = failures["days"] * 24 / failures["interruptions"] * failures["devices"] / layout.gpus
     usable = f"of {format_gib(first.usable_bytes)} usable on an {first.request.device.name}"
-    sending = [replace(plan, layout=replace(layout, weight_transport=way)).step_times.publishing for way in WEIGHT_TRANSPORTS]
+    sending = [
+        replace(plan, layout=replace(layout, weight_transport=way)).step_times.publishing for way in WEIGHT_TRANSPORTS
+    ]
     by_folder, by_nccl = map(format_seconds, sending)
     free = replace(plan.request.efficiency, storage=1e18)
     without = CapacityPlan(replace(plan.request, efficiency=free), layout).step_seconds
@@ -245,7 +291,7 @@ def _limits(first: CapacityPlan, plan: CapacityPlan) -> str:
         (
             "two layers are gathered whole, and the embeddings",
             f"{format_gib(first.learner.static['gathered layers'])} GiB in each learner, {usable}, however many learn",
-            "not here: experts divided between learners. A dense layer can be (`--learner.tensor-parallel`, which plan does not count)",
+            "not here: experts divided between learners. A dense layer can be (`--learner.tensor-parallel`, not in plan)",
         ),
         (
             "rank 0 reads the model at the beginning",

@@ -1,4 +1,4 @@
-"""docs/large-runs.md and docs/results/published.toml: what others published, the plan beside it, and the constants fitted to half."""
+"""docs/large-runs.md and docs/results/published.toml: what others published beside the plan, and its constants."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 import plan_published
-from pages import published
+import pytest
 from plan_published import ALLOWED, Figure, compare_runs, list_measured, list_sources, load_misses, load_runs
+
+from pages import published
 from policygrad.planning.hardware import Efficiency
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "large-runs.md").read_text(encoding="utf-8")
@@ -78,9 +78,11 @@ def test_rates_become_seconds_and_what_is_written_between_steps_is_publication()
 
 
 def test_a_constant_is_fitted_to_the_half_that_is_not_judged() -> None:
-    """Storage alone, which is quick: measured as if twice as fast in one half or the other."""
+    """Storage alone, which is quick."""
     fit = next(fit for fit in plan_published.FITS if fit.names == ("storage",))
-    learners = [run for run in RUNS if run.kind == "learner" and any(kind == "publishing" for kind, _ in list_measured(run))]
+    learners = [
+        run for run in RUNS if run.kind == "learner" and any(kind == "publishing" for kind, _ in list_measured(run))
+    ]
     fitted = [run for run in learners if not run.is_judged]
     assert plan_published.search(fit, fitted, {}) == {"storage": Efficiency().storage}
 

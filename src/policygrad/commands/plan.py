@@ -451,11 +451,14 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
             "in turns. Add --samplers, --max-staleness or --sampler.engine."
         )
     if options.weight_transport == NCCL and (
-        not layout.is_disaggregated or not options.has_engine or layout.only_adapters or options.sampler_engine == "llama_cpp"
+        not layout.is_disaggregated
+        or not options.has_engine
+        or layout.only_adapters
+        or options.sampler_engine == "llama_cpp"
     ):
         raise ConfigError(
-            f"--sampler.weight-transport {NCCL} sends all weights to vLLM or SGLang on devices of its own: add --sampler.engine vllm and "
-            "--samplers or --max-staleness, without --learner.lora, or leave it out."
+            f"--sampler.weight-transport {NCCL} sends all weights to vLLM or SGLang on other devices: add --sampler.engine vllm "
+            "and --samplers or --max-staleness, without --learner.lora, or leave it out."
         )
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 

@@ -110,7 +110,15 @@ DEVICES = {
         ),
         Device("L40S", 48 * GB, 0.864 * TB, 362e12, 91.6e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA L40S datasheet"),
         Device(
-            "A100", 80 * GB, 2.039 * TB, 312e12, 19.5e12, 300 * GB, 25 * GB, source="NVIDIA A100 datasheet, SXM4 80 GB", utilisation=1.55
+            "A100",
+            80 * GB,
+            2.039 * TB,
+            312e12,
+            19.5e12,
+            300 * GB,
+            25 * GB,
+            source="NVIDIA A100 datasheet, SXM4 80 GB",
+            utilisation=1.55,
         ),
         Device(
             "A100-40GB",
@@ -275,10 +283,8 @@ def load_calibration(path: Path) -> Calibration:
         raise ConfigError(f"--calibration {path} is not a file of `policygrad plan --calibrate`. Measure again.")
     try:
         device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
-        fractions = (reached.training, reached.scoring, reached.sampling, reached.link, reached.storage)
-        fractions += reached.engine_sampling, reached.engine_load, reached.broadcast
-        seconds = reached.layer_overhead, reached.engine_overhead, reached.allreduce, reached.allreduce_network
-        if min(fractions) <= 0 or min(seconds) < 0:
+        seconds = ("layer_overhead", "engine_overhead", "allreduce", "allreduce_network")
+        if any(value < 0 if name in seconds else value <= 0 for name, value in asdict(reached).items()):
             raise ValueError("an efficiency is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -202,7 +202,7 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         f"{shape.name}: {shape.describe()} ({shape.source or 'given'}).",
         f"{device.name}: {format_gib(device.memory)} GiB, {device.bandwidth / 1e12:.3g} TB/s, "
         f"{device.rate(layout.bytes_per_number) / 1e12:.4g} Tflop/s in {layout.dtype} ({device.source}).",
-        f"Efficiency, {'measured' if efficiency != Efficiency() else 'fitted to published runs'}: "
+        f"Efficiency, {'measured' if efficiency != Efficiency() else 'from published runs or assumed'}: "
         f"{efficiency.training * device.utilisation:.0%} training, {efficiency.scoring * device.utilisation:.0%} scoring, "
         f"{reached:.0%} sampling; {overhead * 1e6:.0f} µs overhead per layer and sampled token.",
         "Completion lengths follow a policy that ends with equal probability at every token, cut off at the maximum; rollouts are "
@@ -245,7 +245,9 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
             "devices of their own with --samplers or --max-staleness, and NCCL sends them (--sampler.weight-transport nccl)."
         )
     if layout.is_disaggregated:
-        way = {"folder": "through a folder, written and read", "nccl": "by NCCL, to each sampler by itself"}[layout.weight_transport]
+        way = {"folder": "through a folder, written and read", "nccl": "by NCCL, to each sampler by itself"}[
+            layout.weight_transport
+        ]
         assumptions.append(f"Weights reach samplers {way} (--sampler.weight-transport).")
     if not layout.keeps_full_policy:
         assumptions.append("The engine's key-value cache is paged, for completions of average length.")

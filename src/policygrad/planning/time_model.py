@@ -217,8 +217,10 @@ class TimeModel:
         return max(within, between) / self.efficiency.link
 
     def sending_seconds(self, size: float) -> float:
-        """Return the seconds until weights of `size` bytes that one learner has are in samplers on other devices: written to a folder
-        and read from it, or sent to each sampler by itself, to all at a time as far as the learner's network carries them."""
+        """Return the seconds until weights of `size` bytes that one learner has are in samplers on other devices.
+
+        They are written to a folder and read from it, or sent to each sampler by itself, as fast as the learner's network allows.
+        """
         if self.layout.weight_transport == "folder":
             return 2 * size / self.efficiency.storage
         samplers, network = self.layout.num_samplers, self.device.network * self.efficiency.link
@@ -238,7 +240,9 @@ class TimeModel:
         per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
         batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
         scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
-        experts = shape.routed_parameters / shape.parameters  # are not gathered ahead: which are used is known when they are
+        experts = (
+            shape.routed_parameters / shape.parameters
+        )  # are not gathered ahead: which are used is known when they are
         scoring = self.scoring_seconds(tokens) / ranks + experts * gather * scoring_batches
         scoring = max(scoring, gather * scoring_batches)
         read_twice = self.count_read_twice(workload, algorithm)
