@@ -208,7 +208,7 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
         (("--learner.lora", "rank=0"), "rank must be at least 1"),
         (("--fit", "--samplers", "2"), "Leave out --samplers"),
         (("--gpus", "H20:8"), "did you mean H200"),
-        (("--sampler.weight-transport", "http"), "folder, nccl"),
+        (("--sampler.weight-transport", "http"), "must be one of folder,"),
         (("--engine", "--weight-transport", "nccl"), "add --sampler.engine vllm and --samplers"),
         (("--max-staleness", "1", "--weight-transport", "nccl"), "add --sampler.engine vllm and --samplers"),
         (("--algorithm", "gpro"), "grpo"),
