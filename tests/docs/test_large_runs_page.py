@@ -101,4 +101,10 @@ def test_large_runs_are_on_the_page() -> None:
     assert not first.fits
     assert not shared.fits
     assert published.EXPERT_RUNS[2].plan.fits
-    assert published.DENSE_RUNS[1].plan.fits
+    dense, experts = published.DENSE_RUNS[1].plan, published.EXPERT_RUNS[2].plan
+    assert dense.fits
+    longest = max(dense.request.workload.lengths) * dense.time_model.sampler_speed(dense.request.workload).fixed
+    assert longest > dense.step_times.generation / 2
+    assert published.DENSE_RUNS[2].plan.step_times.publishing < dense.step_times.publishing / 2
+    assert experts.step_times.publishing > experts.step_seconds / 2
+    assert experts.mfu < 0.01
