@@ -46,6 +46,7 @@ def test_the_judged_half_is_as_the_page_says() -> None:
         of_kind = [figure for figure in judged if figure.kind == kind]
         assert sum(figure.is_within for figure in of_kind) >= share * len(of_kind), kind
     assert published.summary_block() in PAGE
+    assert all(figure.ratio < 1 for figure in judged if figure.kind == "step")  # as the page says
 
 
 def test_every_figure_that_is_missed_has_one_reason_and_no_reason_is_left_over() -> None:

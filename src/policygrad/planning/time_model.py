@@ -240,9 +240,8 @@ class TimeModel:
         per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
         batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
         scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
-        experts = (
-            shape.routed_parameters / shape.parameters
-        )  # are not gathered ahead: which are used is known when they are
+        # Experts are not gathered ahead: which of them are used is known when they are.
+        experts = shape.routed_parameters / shape.parameters
         scoring = self.scoring_seconds(tokens) / ranks + experts * gather * scoring_batches
         scoring = max(scoring, gather * scoring_batches)
         read_twice = self.count_read_twice(workload, algorithm)
