@@ -55,7 +55,7 @@ def measure_step(device: str, side: str, step: Step, build: Callable[[], nn.Modu
     """
     run = {"policygrad": _run_ours, "trl": _run_trl, "trl, continuous batching": _run_trl}[side]
     found: dict[str, Any] = {}
-    with _folder(build, step) as folder:
+    with make_folder(build, step) as folder:
         for size in step.micro_batches:
             if device != "cpu":
                 torch.cuda.empty_cache()
@@ -179,8 +179,8 @@ REWARD = """def even(prompts, completions, **columns):
 
 
 @contextmanager
-def _folder(build: Callable[[], nn.Module], step: Step) -> Iterator[Path]:
-    """Write the model with a tokenizer of one word per token, prompts of the step's length, and our reward's file."""
+def make_folder(build: Callable[[], nn.Module], step: Step) -> Iterator[Path]:
+    """Yield a folder with the model with a tokenizer of one word per token, prompts of the step's length, and our reward's file."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

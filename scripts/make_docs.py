@@ -3,9 +3,8 @@
 These are README's count of algorithms, docs/algorithms with a picture of each gate, docs/reference and docs/measured.*; and parts
 of docs/architecture.md (picture, rooms), docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables),
 docs/from-other-libraries.md (options), docs/primer.md (findings of the lab), docs/planning.md and docs/large-runs.md
-(predictions against measurements), docs/small-models.md and docs/scaling.md
-(results). Also what the command line prints of the package's own, commands/help.json,
-commands/show.json and training/embedded_memory.json.
+(predictions against measurements), docs/small-models.md, docs/scaling.md and docs/gpu.md (results). Also what the command line
+prints of the package's own, commands/help.json, commands/show.json and training/embedded_memory.json.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from pages.blocks import (
     extras_block,
     faults_block,
     formats_block,
-    gpu_block,
     json_block,
     learned_block,
     math_block,
@@ -43,6 +41,7 @@ from pages.blocks import (
 )
 from pages.commands import help_file, show_file
 from pages.figures import gate_figure, owners
+from pages.gpu import seen_block
 from pages.lengths import FIGURE, lengths_block, lengths_figure
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
@@ -107,7 +106,8 @@ def generate_files() -> dict[Path, str]:
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "repair.md": fill_blocks(DOCS / "repair.md", repair=repair_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
-        DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", seen=gpu_block(), accuracy=accuracy_block()),
+        DOCS / "scaling.md": fill_blocks(DOCS / "scaling.md", accuracy=accuracy_block()),
+        DOCS / "gpu.md": fill_blocks(DOCS / "gpu.md", seen=seen_block()),
         DOCS / "memory.md": fill_blocks(
             DOCS / "memory.md", memory=memory_block(), measured=measured_block(), lengths=lengths_block()
         ),

@@ -1,12 +1,18 @@
-"""Prove and measure policygrad on a GPU, in at most nine minutes and with nothing to download.
+"""Prove and measure policygrad on a GPU, with nothing to download.
 
-python scripts/measure_gpu.py                      every part, results in .bench/gpu.json
+python scripts/measure_gpu.py                      every part for which there is time, results in .bench/gpu.json
 python scripts/measure_gpu.py --parts head sampler  some of them
 python scripts/measure_gpu.py --device cpu          the same code with tiny shapes
 
+Where a GPU is lent for a quarter of an hour, two commands bring all of it:
+
+python scripts/measure_gpu.py --parts alone --seconds 400
+python scripts/measure_gpu.py --parts checks --results .bench/checks.json & python scripts/measure_gpu.py --parts "real model"; wait
+
 Each part is a process of its own with a time limit: one that fails or hangs costs none of the others. Models have random weights
 and the shapes of Qwen3-0.6B and Qwen3-4B, so nothing is downloaded; only the default run needs reasoning-gym, and is left out
-without it. The tables of docs/scaling.md are made from docs/results/gpu.json (--results).
+without it. docs/gpu.md is made from docs/results/gpu.json; `scripts/gpu_record.py .bench/gpu.json docs/results/gpu.json` adds
+new parts to it.
 """
 
 from __future__ import annotations
@@ -28,7 +34,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,14 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "scripts")]  # also where nothing is installed
 
+import gpu_colocation  # noqa: E402
+import gpu_parts  # noqa: E402
+import gpu_ranks  # noqa: E402
+import gpu_real_model  # noqa: E402
+import gpu_real_trl  # noqa: E402
+from gpu_parts import CheckFailedError as CheckFailedError  # noqa: E402
+from gpu_parts import check  # noqa: E402
+from gpu_record import NOT_RUN, stamp, write_part  # noqa: E402
 from gpu_versus import Step, build_on_cpu, measure_step  # noqa: E402
 
 import policygrad as pg  # noqa: E402
@@ -63,19 +76,13 @@ from policygrad.samplers.base import Generation, Request, SamplingParams  # noqa
 from policygrad.samplers.local.sampler import LocalSampler  # noqa: E402
 from policygrad.training import calibration  # noqa: E402
 
+SECONDS = {"cuda": 520.0, "cpu": 3600.0}
+"""For all parts together."""
+CPU_PATIENCE = 3
+"""How much longer a part may take on a CPU, which others may use too."""
 RESULTS = ROOT / ".bench" / "gpu.json"
 TINY = DenseShape("tiny", 64, 128, 2, 4, 2, 16, 512, tied=True, qk_norm=True)
 GIB = 2**30
-
-
-class CheckFailedError(AssertionError):
-    """A number is not what it must be."""
-
-
-def check(holds: bool, message: str) -> None:
-    """Raise CheckFailedError unless something holds."""
-    if not holds:
-        raise CheckFailedError(message)
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Texts:
 class Sizes:
     """How much work the parts do."""
 
+    algorithms: int  # one of so many is compared
     small: DenseShape  # the first model
     large: DenseShape  # the one that trains with adapters
     texts_16k: Texts
@@ -109,6 +117,7 @@ class Sizes:
     groups: Texts  # completions that share a prompt
     rows: tuple[int, ...]  # completions drawn at once
     decode: tuple[int, int]  # tokens of a prompt and of a completion
+    ahead: int  # tokens of the longest completion that is drawn ahead
     head: tuple[int, int, int]  # states, width and vocabulary
     step: Step  # of GRPO, beside TRL's
     long_step: Step  # whose prompt is longer than its completions
@@ -116,6 +125,7 @@ class Sizes:
 
 SIZES = {
     "cuda": Sizes(
+        1,
         KNOWN_SHAPES["Qwen3-0.6B"],
         KNOWN_SHAPES["Qwen3-4B"],
         Texts(4, 1, 128, 16_256, 16_384),
@@ -123,11 +133,13 @@ SIZES = {
         Texts(4, 8, 2_048, 1_024, 16_384),
         (64, 512),
         (256, 256),
+        400,
         (4_096, 1_024, 151_936),
         Step(8, 8, 256, 1_024, (8, 16)),
         Step(8, 8, 4_096, 1_024, (2, 8)),
     ),
     "cpu": Sizes(
+        16,
         TINY,
         TINY,
         Texts(2, 1, 8, 56, 64),
@@ -135,6 +147,7 @@ SIZES = {
         Texts(2, 4, 24, 8, 64),
         (4, 8),
         (8, 8),
+        40,
         (64, 32, 700),
         Step(2, 2, 8, 6, (2, 4)),
         Step(2, 2, 24, 6, (2,)),
@@ -157,9 +170,10 @@ def measure_device(device: str) -> dict[str, Any]:
 
 
 def check_algorithms(device: str) -> dict[str, Any]:
-    """Every algorithm's update of a small model, on the device against the CPU: both in float64, and the device in float32."""
+    """Every algorithm's update of a small model, on the device against the CPU: both in float64, and the device in float32. On a
+    CPU some of them."""
     report: dict[str, Any] = {}
-    for name in ALGORITHMS:
+    for name in tuple(ALGORITHMS)[:: SIZES[device].algorithms]:
         algorithm = runnable(name).with_max_tokens(6)
         algorithm = algorithm.with_state(algorithm.init_state())
         states = dict[str, dict[str, Tensor]]()
@@ -339,11 +353,11 @@ def check_sampler(device: str) -> dict[str, Any]:
 
 def check_decode_ahead(device: str) -> dict[str, Any]:
     """Completions of many lengths, drawn several tokens at a time and, on a GPU, by CUDA graphs: as those drawn one by one."""
-    model = calibration.build_model(TINY, "fp32", device)
+    model, longest = calibration.build_model(TINY, "fp32", device), SIZES[device].ahead
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 512, (n,), generator=generator) for n in (7, 30, 3, 19, 11)]
-    sampling = SamplingParams(max_tokens=400, decode_rows=16)
-    limits = torch.randint(1, 400, (40,), generator=generator).tolist()
+    sampling = SamplingParams(max_tokens=longest, decode_rows=16)
+    limits = torch.randint(1, longest, (40,), generator=generator).tolist()
     requests = [Request(prompts[i // 8], (0, i), sampling, limit) for i, limit in enumerate(limits)]
     drawn = []
     for ahead in (False, True):
@@ -528,15 +542,30 @@ def measure_versus(device: str, side: str, step: str = "step") -> dict[str, Any]
     return measure_step(device, side, getattr(sizes, step), lambda: build_on_cpu(sizes.small, device))
 
 
-def run_default(device: str) -> dict[str, Any]:
-    """`policygrad train` as a newcomer runs it."""
+def measure_colocation(device: str) -> dict[str, Any]:
+    """Return what a server on the learner's device and the learner hold in each phase (`gpu_colocation`)."""
+    sizes, step = SIZES[device], Step(2, 2, 8, 8, (0,))
+    return gpu_colocation.measure_colocation(device, lambda: build_on_cpu(sizes.small, device), step)
+
+
+def run_default(device: str, task: str = "") -> dict[str, Any]:
+    """`policygrad train` as a newcomer runs it, or its embedded task of another name: `shapes` has pictures."""
     if missing := [name for name in ("reasoning_gym", "tyro", "tomli_w") if find_spec(name) is None]:
         return {"left out": f"{', '.join(missing)} not installed"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "policygrad", "train", "--plain", "--output", f"{folder}/run"]
-        command += ["--learner.device", device]
+        command += ["--learner.device", device, *(["--task", task] if task else [])]
         if device == "cpu":
-            command += ["--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "2"]
+            command += [
+                "--steps",
+                "2",
+                "--prompts-per-step",
+                "4",
+                "--samples-per-prompt",
+                "2",
+                "--evaluation.problems",
+                "8",
+            ]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         start = time.perf_counter()
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -552,8 +581,8 @@ def run_default(device: str) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "device": (30, measure_device),
-    "algorithms": (60, check_algorithms),
-    "resume": (30, check_resume),
+    "algorithms": (150, check_algorithms),
+    "resume": (60, check_resume),
     "packing": (120, check_packing),
     "head": (60, check_head),
     "sampler": (60, check_sampler),
@@ -583,51 +612,75 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     "decoding": (90, measure_sampler),
     "decoding without graphs": (90, partial(measure_sampler, cuda_graphs=False)),
     "default run": (120, run_default),
+    "default run with pictures": (150, partial(run_default, task="shapes")),
     **{
         f"versus{name}: {side}": (150, partial(measure_versus, side=side, step=step))
         for name, step in (("", "step"), (", long prompt", "long_step"))
         for side in ("policygrad", "trl", "trl, continuous batching")
     },
+    **gpu_real_model.PARTS,
+    **gpu_parts.PARTS,
+    **gpu_ranks.PARTS,
+    "colocation beside a server": (120, measure_colocation),
+    **gpu_real_trl.PARTS,
 }
 """Name -> time limit in seconds, and what is run."""
+CHECKS = (
+    "algorithms",
+    "resume",
+    "packing",
+    "head",
+    "sampler",
+    "decoding ahead",
+    "conversations",
+    "segments",
+    "pictures",
+)
+GROUPS: dict[str, tuple[str, ...]] = {
+    "checks": (*CHECKS, "captures beside a learner", "default run with pictures", *gpu_ranks.PARTS),
+}
+GROUPS["alone"] = tuple(
+    name for name in PARTS if name not in (*GROUPS["checks"], *gpu_real_model.PARTS, *gpu_real_trl.PARTS)
+)
+"""Names for several parts. `checks` compare numbers and need little of a GPU, so `real model` can learn beside them; the figures of
+the others, or their need of memory, want it alone."""
 
 
 def main() -> int:
     """Run the parts; 0 if all that ran has passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=", ".join((*GROUPS, *PARTS)))
     parser.add_argument("--device", default="cuda", choices=sorted(SIZES))
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together (%(default)g)")
+    bounds = ", ".join(f"{seconds:g} on {device}" for device, seconds in SECONDS.items())
+    parser.add_argument("--seconds", type=float, help=f"for all parts together ({bounds})")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := [name for name in args.parts if name not in PARTS]:
-        parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    if unknown := [name for name in args.parts if name not in PARTS and name not in GROUPS]:
+        parser.error(f"no part is called {unknown[0]!r}: choose from {', '.join((*GROUPS, *PARTS))}")
+    parts = list(dict.fromkeys(part for name in args.parts for part in GROUPS.get(name, (name,))))
     device = run_part(lambda _: {"name": name_device(args.device)}, "cpu", 60)["result"][
         "name"
     ]  # asked here, it would forbid forks
     if not device:
         parser.error("this machine has no GPU that PyTorch can use: --device cpu runs the same code with tiny shapes")
-    versions = {name: version(name) for name in ("torch", "transformers")} | {"policygrad": pg.__version__}
-    versions |= {"python": sys.version.split()[0]}
-    results: dict[str, Any] = {"versions": versions, "device": device, "parts": {}}
-    before = json.loads(args.results.read_text(encoding="utf-8")) if args.results.is_file() else {}
-    if (before.get("versions"), before.get("device")) == (versions, device):
-        results["parts"] = before["parts"]  # of earlier calls on such a machine
-    end = time.perf_counter() + args.seconds
-    for name in args.parts:
+    outcomes = list[dict[str, Any]]()
+    start, patience = time.perf_counter(), CPU_PATIENCE if args.device == "cpu" else 1
+    end = start + (args.seconds or SECONDS[args.device])
+    for name in parts:
         limit, work = PARTS[name]
-        limit = min(limit, int(end - time.perf_counter()))
-        outcome = {"error": "no time was left for it", "seconds": 0.0}
+        limit = min(patience * limit, int(end - time.perf_counter()))
+        outcome = {"error": NOT_RUN, "seconds": 0.0}
         if limit > 0:
             outcome = run_part(work, args.device, limit)
-        results["parts"][name] = outcome
+        outcomes.append(outcome)
+        write_part(args.results, name, outcome | stamp(name, device))
         print(
             f"{'ok    ' if 'result' in outcome else 'FAILED'} {outcome['seconds']:6.1f} s  {name}: {describe(outcome)}",
             flush=True,
         )
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0 if all("result" in results["parts"][name] for name in args.parts) else 1
+    passed = sum("result" in outcome for outcome in outcomes)
+    print(f"{passed} of {len(outcomes)} parts in {time.perf_counter() - start:.0f} s", flush=True)
+    return 0 if passed == len(outcomes) else 1
 
 
 def name_device(device: str) -> str:

@@ -22,7 +22,7 @@ Respond = Callable[[str, Any], Any]
 def serve_judge() -> None:
     """A chat-completions server that gives every text the score 1. Needs only the standard library."""
     reply = {"choices": [{"message": {"content": json.dumps({"score": 1})}}]}
-    _serve_json(lambda path, body: reply)
+    serve_json(lambda path, body: reply)
 
 
 def serve_openenv() -> None:
@@ -53,10 +53,10 @@ def serve_openenv() -> None:
 
 def serve_vllm() -> None:
     """A server with vLLM's routes that samples from the weights it is given. Needs transformers."""
-    _serve_json(make_vllm(), int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
+    serve_json(make_vllm(), int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
 
 
-def make_vllm() -> Respond:
+def make_vllm(device: str = "cpu", dtype: str = "float32") -> Respond:
     """Return what a server like vLLM answers, which samples one token at a time."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,9 +67,9 @@ def make_vllm() -> Respond:
 
     @torch.no_grad()
     def sample(prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> tuple[list[int], list[float]]:
-        generator, ids, logprobs = torch.Generator().manual_seed(seed), list(prompt_ids), list[float]()
+        generator, ids, logprobs = torch.Generator(device).manual_seed(seed), list(prompt_ids), list[float]()
         for _ in range(max_tokens):
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            logits = model(input_ids=torch.tensor([ids], device=device)).logits[0, -1].float()
             logp = (logits / temperature).log_softmax(-1)
             token = int(torch.multinomial(logp.exp(), 1, generator=generator))
             ids, logprobs = [*ids, token], [*logprobs, float(logp[token])]
@@ -97,7 +97,7 @@ def make_vllm() -> Respond:
             return {"weight_version": weight_version}
         if path == "/collective_rpc":
             folder = body["kwargs"]["weights_path"]
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
             return {"results": [None]}
         if path == "/update_weight_version":
             weight_version = body["new_version"]
@@ -107,7 +107,8 @@ def make_vllm() -> Respond:
     return respond
 
 
-def _serve_json(respond: Respond, port: int = 0) -> None:
+def serve_json(respond: Respond, port: int = 0) -> None:
+    """Answer requests at a port, 0 = any, until the process is killed."""
     server = ThreadingHTTPServer(("127.0.0.1", port), make_handler(respond, Lock()))
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()

@@ -252,7 +252,7 @@ def test_readmes_figures_of_a_gpu_are_those_that_were_measured() -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     parts = {name: part["result"] for name, part in results["parts"].items()}
     speed = int(parts["learner 16k compiled"]["text tokens/s"] // 1000)
-    device, updates = results["device"].removeprefix("NVIDIA "), parts["algorithms"]
+    device, updates = results["parts"]["algorithms"]["device"].removeprefix("NVIDIA "), parts["algorithms"]
     count, error = updates["algorithms"], updates["cuda float64"]["error"]
     told = f"the update of each of {count} algorithms equals the CPU's ({error:.0e}, in float64)"
     assert f"On an {device} {told}" in readme
