@@ -31,6 +31,7 @@ NAV = {
         "engines",
         "scaling",
         "planning",
+        "large-runs",
         "memory",
         "serve",
         "extending",
@@ -50,7 +51,7 @@ NAV = {
 """Groups of the sidebar. A page that no group names comes last, under `LAST`; a missing page is left out."""
 LAST = "More"
 
-WIDE = ("algorithms/index", "benchmarks", "measured")
+WIDE = ("algorithms/index", "benchmarks", "large-runs", "measured")
 """Pages whose tables need the room where furo puts the page's own table of contents."""
 
 project = "policygrad"

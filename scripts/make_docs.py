@@ -2,10 +2,9 @@
 
 These are README's count of algorithms, docs/algorithms with a picture of each gate, docs/reference and docs/measured.*; and parts
 of docs/architecture.md (picture, rooms), docs/engines.md, docs/extras.md, docs/evaluation.md and docs/rewards.md (tables),
-docs/from-other-libraries.md (options), docs/primer.md (findings of the lab), docs/planning.md (predictions against measurements),
-docs/small-models.md, docs/scaling.md and
-docs/gpu.md (results). Also what the command line prints of the package's own, commands/help.json,
-commands/show.json and training/embedded_memory.json.
+docs/from-other-libraries.md (options), docs/primer.md (findings of the lab), docs/planning.md and docs/large-runs.md
+(predictions against measurements), docs/small-models.md, docs/scaling.md and docs/gpu.md (results). Also what the command line
+prints of the package's own, commands/help.json, commands/show.json and training/embedded_memory.json.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from pages.memory import embedded_memory_file
 from pages.optimizers import measured_block, memory_block
 from pages.planning import checked_block, devices_block
 from pages.proxy import proxy_block
+from pages.published import constants_block, dense_block, experts_block, figures_block, misses_block, summary_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
 from pages.trl import trl_fields_block, trl_numbers_block, trl_tests_block
@@ -123,7 +123,18 @@ def generate_files() -> dict[Path, str]:
         DOCS / "small-models.md": fill_blocks(DOCS / "small-models.md", seen=real_model_block()),
         DOCS / "smollm2.svg": real_model_picture(),
         DOCS / "reference" / "reliability.md": reliability_page(),
-        DOCS / "planning.md": fill_blocks(DOCS / "planning.md", checked=checked_block(), devices=devices_block()),
+        DOCS / "planning.md": fill_blocks(
+            DOCS / "planning.md", checked=checked_block(), devices=devices_block(), published=summary_block()
+        ),
+        DOCS / "large-runs.md": fill_blocks(
+            DOCS / "large-runs.md",
+            dense=dense_block(),
+            experts=experts_block(),
+            published=summary_block(),
+            constants=constants_block(),
+            misses=misses_block(),
+            figures=figures_block(),
+        ),
     }
 
 

@@ -61,7 +61,7 @@ from doubles.ranked import filled, learned, make_spec  # noqa: E402
 from doubles.ranked import model as small_model  # noqa: E402
 from policygrad.algorithms import ALGORITHMS  # noqa: E402
 from policygrad.learners.local import tree_attention  # noqa: E402
-from policygrad.learners.local.forward import build_evaluator  # noqa: E402
+from policygrad.learners.local.forward import build_evaluator, get_backbone  # noqa: E402
 from policygrad.learners.local.learner import LocalLearner  # noqa: E402
 from policygrad.learners.local.logprobs import fused_log_probability  # noqa: E402
 from policygrad.learners.local.packing import pack_micro_batches  # noqa: E402
@@ -450,10 +450,21 @@ def measure_learner(
     return report
 
 
-def measure_sampler(device: str, shape: str = "small", cuda_graphs: bool = True) -> dict[str, Any]:
-    """Return the tokens per second of the local sampler, for some numbers of completions."""
+def measure_sampler(
+    device: str, shape: str = "small", cuda_graphs: bool = True, compiled: bool = False
+) -> dict[str, Any]:
+    """Return the tokens per second of the local sampler, for some numbers of completions.
+
+    Args:
+        compiled: What is not attention in the blocks, norms and MLPs, by torch.compile. A CPU gains nothing from it; a GPU's graphs
+            may, from fewer kernels.
+    """
     sizes = SIZES[device]
     model = calibration.build_model(getattr(sizes, shape), "fp32" if device == "cpu" else "bf16", device)
+    if compiled:
+        blocks: Any = get_backbone(model).layers
+        for part in (part for block in blocks for part in block.children() if "Attention" not in type(part).__name__):
+            part.compile(dynamic=True, mode="max-autotune-no-cudagraphs")
     sampler = LocalSampler(model, frozenset({-1}), 0, cuda_graphs=cuda_graphs)
     generator = torch.Generator().manual_seed(0)
     report: dict[str, Any] = {}
@@ -610,6 +621,7 @@ PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
     ),
     "learner groups, compiled": (90, partial(measure_learner, texts="groups", compiled=True)),
     "decoding": (90, measure_sampler),
+    "decoding compiled": (150, partial(measure_sampler, compiled=True)),
     "decoding without graphs": (90, partial(measure_sampler, cuda_graphs=False)),
     "default run": (120, run_default),
     "default run with pictures": (150, partial(run_default, task="shapes")),

@@ -76,8 +76,9 @@ def seen_block() -> str:
             "operations per token over the published rate of the device, whatever is recomputed or frozen.",
             table(("texts", "`--learner.` options", "tokens/s", "MFU", "peak GiB", "measured"), learners),
             "prime-rl reports 11,900 tokens/s (11.1 %, 12.5 GiB) for the 0.6B at 16,384 tokens and 10,150 (26.8 %, 19.6 GiB) at "
-            "65,536, on one H100 with recomputation and FlashAttention 3 ([sources](planning.md#assumptions)). The H200 has the "
-            "H100's arithmetic and 1.4 times its memory bandwidth; precision of the optimizer, data and loss differ too.",
+            "65,536, on one H100 with recomputation and FlashAttention 3, the writing of weights for an engine included "
+            "([sources](large-runs.md#sources)). The H200 has the H100's arithmetic and 1.4 times its memory bandwidth; "
+            "precision of the optimizer, data and loss differ too.",
             "## Sampling in this process",
             "0.6B in bf16, prompts of 256 tokens for 8 completions each, 256 tokens drawn:",
             table(

@@ -1,5 +1,4 @@
-"""Part of docs/planning.md: predictions of `policygrad plan`, compared with published runs and with "
-"docs/results/bench.json."""
+"""Part of docs/planning.md: predictions of `policygrad plan`, compared with docs/results/bench.json and plan-memory.json."""
 
 from __future__ import annotations
 
@@ -10,17 +9,13 @@ from statistics import median
 from typing import Any
 
 from pages.markdown import table
-from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
-from policygrad.planning.hardware import DEVICES, GB, TB, Calibration, Device, Efficiency, load_calibration
-from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload
+from policygrad.planning.hardware import DEVICES, GB, TB, Calibration, Device, load_calibration
 from policygrad.planning.planner import CapacityPlan, PlanRequest
-from policygrad.planning.render import GIB
 from policygrad.planning.shapes import DenseShape
 from policygrad.training.calibration import CPU
 from results import RESULTS, load_result
 
-NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
-"""Its GRPO scores every rollout twice, for log π_old and log π_ref, and makes four updates of 512 completions."""
 SEVEN = DenseShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
 TWENTY_FIVE = DenseShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
 HEAD = ("run", "what", "measured", "planned", "error")
@@ -45,23 +40,7 @@ class Row:
 
 def checked_block(bench: Mapping[str, Any] | None = None) -> str:
     """Write the tables and their errors, from the committed measurements unless others are given."""
-    nemo, prime, own = list(nemo_rows()), list(prime_rows()), list(own_rows(bench))
-    steps = [row for row in nemo if row.what == "s, a step"]
-    memory = [row for row in prime if row.what.startswith("GiB")]
-    rates = [row for row in prime if row not in memory]
-    sentence = (
-        f"Full steps are off by {_range(steps)}. The assumed efficiencies were chosen with these figures in view, above "
-        f"all the first "
-        "run's, so this is not a test of them. Publishing counts only the transfer of the weights, not the time an "
-        "engine needs to "
-        "load them and wake up."
-    )
-    lines = [
-        "### Full steps: NeMo-RL\n\n" + _table(nemo) + "\n\n" + sentence,
-        "### A learner alone: prime-rl\n\n"
-        + _table(prime)
-        + f"\n\nRates are off by {_range(rates)}, memory by {_range(memory)}.",
-    ]
+    own, lines = list(own_rows(bench)), list[str]()
     if own:
         lines.append("### This library on one core\n\n" + _table(own) + f"\n\n{_describe(_calibration())}")
     else:
@@ -104,56 +83,6 @@ def devices_block() -> str:
         return d.name, f"{d.memory / GB:g}", f"{d.bandwidth / TB:g}", bf16, _short(d.fp32 / TB), *links, d.source
 
     return table(head, (cells(device) for device in DEVICES.values() if device.name != "cpu"))
-
-
-def nemo_rows() -> Iterator[Row]:
-    """Published by NeMo-RL: https://nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3/ (its figures also in issue 959 of
-    NVIDIA-NeMo/RL), and docs/about/performance-summary.md of version 0.4."""
-    plan = plan_nemo("Llama-3.1-8B", 8, 1, 795)
-    phases, run = plan.step_times, "Llama-3.1-8B, 8 × H100 (0.3)"
-    yield Row(run, "s, sampling", 58, phases.generation)
-    yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
-    yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
-    yield Row(run, "s, publishing", 5, phases.publishing)
-    yield Row(run, "s, a step", 112, plan.step_seconds)
-    plan = plan_nemo("Llama-3.1-70B", 64, 4, 398)
-    phases, run = plan.step_times, "Llama-3.1-70B, 64 × H100 (0.3)"
-    yield Row(run, "s, sampling", 84, phases.generation)
-    yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
-    yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
-    yield Row(run, "s, publishing", 14, phases.publishing)
-    yield Row(run, "s, a step", 147, plan.step_seconds)
-    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, plan_nemo("Llama-3.1-8B", 16, 1, 1060).step_seconds)
-    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, plan_nemo("Qwen3-32B", 32, 4, 3206).step_seconds)
-
-
-def plan_nemo(model: str, gpus: int, tensor: int, completion: float) -> CapacityPlan:
-    """Its recipe: 64 prompts × 32 completions, texts of at most 4,096 tokens, all devices in turns. Prompts of 132 tokens, as
-    follows from version 0.4's tokens a second, seconds and mean length."""
-    work = Workload(64, 32, 132, completion, 4096 - 132)
-    layout = ParallelLayout(gpus, tensor_parallel=tensor, shares_prompts=False, keeps_full_policy=False)
-    return CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, NEMO, Efficiency()), layout)
-
-
-def prime_rows() -> Iterator[Row]:
-    """Published by prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07 (PrimeIntellect-ai/prime-rl at 30bf494), "
-    ""RL Full",
-    activations recomputed, two micro-batches of one text a step."""
-    for model, gpus, length, rate, peak in (
-        ("Qwen3-0.6B", 1, 16384, 11900, 12.5),
-        ("Qwen3-0.6B", 1, 65536, 10150, 19.6),
-        ("Qwen3-4B", 8, 16384, 26030, 17.1),
-        ("Qwen3-4B", 8, 65536, 28970, 36.1),
-    ):
-        work = Workload(2 * gpus, 1, 1, length - 1, length - 1)
-        cost = AlgorithmCost("grpo", recomputes_head=True)
-        layout = ParallelLayout(gpus, checkpointing=True, keeps_full_policy=False, micro_tokens=length)
-        plan = CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, cost, Efficiency()), layout)
-        seconds = plan.step_times.learning + plan.step_times.optimizer
-        run = f"{model}, {gpus} × H100, texts of {length:,}"
-        yield Row(run, "tokens/s", rate, work.num_completions * length / seconds)
-        memory = learner_memory(KNOWN_SHAPES[model], work, cost, layout, DEVICES["H100"])
-        yield Row(run, "GiB at most", peak, (sum(memory.static.values()) + sum(memory.training.values())) / GIB)
 
 
 def own_rows(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:

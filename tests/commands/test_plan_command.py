@@ -114,6 +114,9 @@ def test_samplers_on_separate_devices(run_command: Any) -> None:
     fixed = json.loads(run_command("plan", *MODEST, "--max-staleness", "1", "--samplers", "2", "--json")[1])["plan"]
     assert fixed["layout"]["samplers"] == 2
     assert fixed["seconds"]["step"] >= told["seconds"]["step"]
+    sent = run_command("plan", *MODEST, "--max-staleness", "1", "--engine", "--weight-transport", "nccl")[1]
+    assert "--sampler.weight-transport nccl" in sent.splitlines()[-1]
+    assert "by NCCL, to each sampler by itself" in " ".join(sent.split())
     out = run_command("plan", *MODEST, "--max-staleness", "1")[1]
     assert "devices sample" in out
     assert "learners wait" in out
@@ -205,6 +208,9 @@ def test_plan_writes_a_page_with_plots(run_command: Any, tmp_path: Path) -> None
         (("--learner.lora", "rank=0"), "rank must be at least 1"),
         (("--fit", "--samplers", "2"), "Leave out --samplers"),
         (("--gpus", "H20:8"), "did you mean H200"),
+        (("--sampler.weight-transport", "http"), "must be one of folder,"),
+        (("--engine", "--weight-transport", "nccl"), "add --sampler.engine vllm and --samplers"),
+        (("--max-staleness", "1", "--weight-transport", "nccl"), "add --sampler.engine vllm and --samplers"),
         (("--algorithm", "gpro"), "grpo"),
         (("--algorithm", "trpo"), "counts gradient steps"),
         (("--context", "256"), "no room for a completion"),

@@ -122,6 +122,7 @@ def test_the_command_measures_this_machine_and_plans_with_it(
     code, out, err = run_command("plan", "--calibration", str(file), "--calibrate", "--learner.dtype", "fp32")
     assert (code, out) == (0, f"{file}\n"), err
     result = load_calibration(file)
+    assert result.device.utilisation == 1  # what was measured is the efficiency itself
     assert all(getattr(result.efficiency, name) > 0 for name in ("training", "scoring", "sampling"))
     if result.device.name != "cpu":
         return

@@ -148,6 +148,61 @@ def test_what_is_asked_for_takes_time(scores: int, updates: int, epochs: int) ->
     assert result.learning >= epochs * CapacityPlan(question(), ParallelLayout(8)).step_times.learning * (1 - 1e-9)
 
 
+def test_weights_go_through_a_folder_or_to_each_sampler_by_itself() -> None:
+    reached = Efficiency(link=0.5, storage=4e9, broadcast=10e9)
+    near, far = (ParallelLayout(n, samplers=n // 2, weight_transport="nccl") for n in (8, 64))
+
+    def seconds(layout: ParallelLayout) -> float:
+        return TimeModel(SMALL, H100, reached, layout).sending_seconds(100e9)
+
+    assert seconds(replace(near, weight_transport="folder")) == pytest.approx(2 * 100 / 4)
+    assert seconds(near) == pytest.approx(4 * 100 / (450 / 2))
+    assert seconds(replace(far, tensor_parallel=32)) == pytest.approx(100 / 10)
+    assert seconds(far) == pytest.approx(32 * 100 / (50 / 2))  # as much as the network carries
+
+
+def test_weights_of_experts_are_not_gathered_ahead() -> None:
+    """A mixture waits for the links as long as a dense model would if nothing overlapped, times the fraction that experts are."""
+    asked, layout = question("Qwen3-30B-A3B"), ParallelLayout(8, keeps_full_policy=False)
+    plan = CapacityPlan(asked, layout)
+    instant = CapacityPlan(replace(asked, device=replace(H100, link=1e18)), layout)
+    size = asked.shape.parameters * 2
+    assert 0.9 < asked.shape.routed_parameters / asked.shape.parameters < 1
+    batches = -(-asked.workload.count_tokens().layer_tokens // 8 // layout.micro_tokens)
+    links = (
+        (2 * size + 2 * size) / H100.link / Efficiency().link * batches
+    )  # two gathers, and gradients of twice the bytes
+    waited = plan.step_times.learning - instant.step_times.learning
+    assert waited == pytest.approx(links * asked.shape.routed_parameters / asked.shape.parameters)
+    assert question().shape.routed_parameters == 0
+
+
+def test_an_engine_has_an_overhead_of_its_own_and_loads_weights_before_it_wakes() -> None:
+    reached = replace(
+        ONE, engine_sampling=0.5, engine_overhead=2.0, layer_overhead=1.0, engine_load=10.0, allreduce_network=3.0
+    )
+    own = TimeModel(SMALL, H100, reached, ParallelLayout(1, dtype="fp32"))
+    engine = replace(own, layout=replace(own.layout, keeps_full_policy=False))
+    wide = replace(own, layout=ParallelLayout(16, dtype="fp32", keeps_full_policy=False, tensor_parallel=16))
+    work = Workload(1, 1, 3, 5, 5)
+    weights = (2 * 144 + 40) * 4 / 3.35e12
+    assert own.sampler_speed(work).fixed == pytest.approx(weights + 2 * 1.0)
+    assert engine.sampler_speed(work).fixed == pytest.approx(2 * weights + 2 * 2.0)
+    assert wide.sampler_speed(work).fixed == pytest.approx(2 * weights / 16 + 2 * (2.0 + 2 * 3.0))
+    assert engine.step_times(work, AlgorithmCost()).publishing == pytest.approx(SMALL.parameters * 4 / 10)
+    assert own.step_times(work, AlgorithmCost()).publishing == 0
+
+
+def test_a_device_may_come_closer_to_its_peak_than_others() -> None:
+    tokens = TokenCounts(22, 100, 18)
+    clock = TimeModel(SMALL, H100, Efficiency(), ParallelLayout(1, dtype="fp32"))
+    closer = replace(clock, device=replace(H100, utilisation=1.5))
+    assert closer.training_seconds(tokens, AlgorithmCost()) == pytest.approx(
+        clock.training_seconds(tokens, AlgorithmCost()) / 1.5
+    )
+    assert closer.scoring_seconds(tokens) == pytest.approx(clock.scoring_seconds(tokens) / 1.5)
+
+
 def test_checkpointing_takes_a_pass_more() -> None:
     plain, second = (
         CapacityPlan(question(), ParallelLayout(8, checkpointing=c)).step_times.learning for c in (False, True)

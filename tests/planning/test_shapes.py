@@ -92,6 +92,7 @@ def test_named_shapes_have_the_size_of_their_names() -> None:
         ("GLM-4.5-Air", 106, 12),
         ("GLM-5", 744, 40),
         ("DeepSeek-V3", 671, 37),
+        ("Kimi-K2", 1026, 33),
         ("MiniMax-M2", 230, 10),
     ):
         assert KNOWN_SHAPES[name].parameters == pytest.approx(total * 1e9, rel=0.02)

@@ -45,7 +45,7 @@ from policygrad.planning.render import (
     render_plan_page,
 )
 from policygrad.planning.shapes import CountedShape
-from policygrad.samplers.config import LOCAL
+from policygrad.samplers.config import FOLDER, LOCAL, NCCL, WEIGHT_TRANSPORTS
 from policygrad.samplers.engines.registry import ENGINES
 from policygrad.training.config.optional_arg import optional_arg
 
@@ -97,6 +97,13 @@ class PlanOptions:
     """An engine on the learners' devices keeps its memory while they learn, instead of sleeping (without --sampler.colocate)."""
     tensor_parallel: int = 1
     """Devices per sampler."""
+    weight_transport: Annotated[
+        str,
+        tyro.conf.arg(
+            name="sampler.weight-transport", aliases=("--weight-transport",), metavar="|".join(WEIGHT_TRANSPORTS)
+        ),
+    ] = FOLDER
+    """How an engine on other devices gets the weights."""
     dtype: Annotated[
         str | None,
         tyro.conf.arg(name="learner.dtype", aliases=("--dtype",)),
@@ -160,6 +167,10 @@ class PlanOptions:
         if self.sampler_engine not in (LOCAL, *ENGINES):
             raise ConfigError(
                 f"--sampler.engine must be one of {', '.join((LOCAL, *ENGINES))}, not {self.sampler_engine!r}"
+            )
+        if self.weight_transport not in WEIGHT_TRANSPORTS:
+            raise ConfigError(
+                f"--sampler.weight-transport must be one of {', '.join(WEIGHT_TRANSPORTS)}, not {self.weight_transport!r}"
             )
         if self.learner_offload and self.optimizer_offload:
             raise ConfigError("--optimizer.offload does all that --learner.offload does: leave one of them out")
@@ -333,6 +344,7 @@ def write_train_command(plan: CapacityPlan, options: PlanOptions) -> str:
         servers = layout.sampling_devices // layout.tensor_parallel
         argv += ["--max-staleness", str(layout.max_staleness), "--sampler.engine", choose_engine(options)]
         argv += ["--sampler.servers", str(servers), "--sampler.max-concurrency", str(layout.decode_rows)]
+        argv += ["--sampler.weight-transport", layout.weight_transport] * (layout.weight_transport != FOLDER)
     elif layout.keeps_full_policy:
         argv += ["--decode-rows", str(layout.decode_rows)]
     else:
@@ -425,6 +437,7 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         context_parallel=options.context_parallel,
         optimizer=replace(optimizer, offload=options.offload_state),
         engine_sleeps=not options.beside,
+        weight_transport=options.weight_transport,
         keeps_full_policy=not options.has_engine,
     )
     has_targets = lora is not None and lora.targets not in (None, DEFAULT_TARGETS)
@@ -436,6 +449,16 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         raise ConfigError(
             f"--tensor-parallel {options.tensor_parallel} needs an engine or separate samplers, but all devices sample and learn "
             "in turns. Add --samplers, --max-staleness or --sampler.engine."
+        )
+    if options.weight_transport == NCCL and (
+        not layout.is_disaggregated
+        or not options.has_engine
+        or layout.only_adapters
+        or options.sampler_engine == "llama_cpp"
+    ):
+        raise ConfigError(
+            f"--sampler.weight-transport {NCCL} sends all weights to vLLM or SGLang on other devices: add --sampler.engine vllm "
+            "and --samplers or --max-staleness, without --learner.lora, or leave it out."
         )
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 

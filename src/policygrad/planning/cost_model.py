@@ -80,6 +80,8 @@ class ParallelLayout:
     engine_sleeps: bool = (
         True  # an engine on the learners' devices frees its memory while they learn (`--sampler.colocate`)
     )
+    weight_transport: str = "folder"
+    """How samplers on other devices get the weights: through a folder, or nccl, once for each sampler."""
     keeps_full_policy: bool = True
     """Each learner also keeps the full policy for sampling, as this library's own sampler needs; False = an engine samples and is
     the only one to hold it."""

@@ -35,6 +35,8 @@ class Device:
     per_node: int = 8  # devices per machine
     source: str = ""
     dtype: str = "bf16"  # precision that `--learner.dtype auto` chooses on it
+    utilisation: float = 1.0
+    """Efficiency that forward and backward passes reach, as a multiple of an H100's; of devices without published runs, 1."""
 
     def rate(self, bytes_per_number: int) -> float:
         """Return the peak rate of matrix products in this precision."""
@@ -108,7 +110,15 @@ DEVICES = {
         ),
         Device("L40S", 48 * GB, 0.864 * TB, 362e12, 91.6e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA L40S datasheet"),
         Device(
-            "A100", 80 * GB, 2.039 * TB, 312e12, 19.5e12, 300 * GB, 25 * GB, source="NVIDIA A100 datasheet, SXM4 80 GB"
+            "A100",
+            80 * GB,
+            2.039 * TB,
+            312e12,
+            19.5e12,
+            300 * GB,
+            25 * GB,
+            source="NVIDIA A100 datasheet, SXM4 80 GB",
+            utilisation=1.55,
         ),
         Device(
             "A100-40GB",
@@ -119,6 +129,7 @@ DEVICES = {
             300 * GB,
             25 * GB,
             source="NVIDIA A100 datasheet, SXM4 40 GB",
+            utilisation=1.55,
         ),
         Device("L4", 24 * GB, 0.3 * TB, 121e12, 30.3e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA L4 datasheet"),
         Device("A10G", 24 * GB, 0.6 * TB, 70e12, 35e12, PCIE_4, ETHERNET_100 / 8, source="NVIDIA A10G datasheet"),
@@ -198,16 +209,24 @@ CALIBRATION_FORMAT = "policygrad calibration 2"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the published figures that a real run reaches."""
+    """Fractions of the published figures that a real run reaches.
 
-    training: float = 0.5  # forward and backward passes
+    `training` and those of engines and of publishing are fitted to figures that others published (scripts/plan_published.py).
+    """
+
+    training: float = 0.48  # forward and backward passes
     scoring: float = 0.5  # forward passes, including prompts before sampling
     sampling: float = 0.7  # generating one token for each concurrent completion
     layer_overhead: float = 125e-6
     """Seconds of overhead per layer and generated token: kernel launches and token selection."""
+    engine_sampling: float = 0.9  # the same two of an engine
+    engine_overhead: float = 75e-6
     link: float = 0.7  # bandwidth between devices
-    storage: float = 2e9  # bytes per second, for weights that pass through a folder to samplers on other devices
+    storage: float = 1.6e9  # bytes per second, for weights that pass through a folder to samplers on other devices
+    broadcast: float = 3.9e9  # bytes per second, for weights that NCCL sends to an engine in other machines
+    engine_load: float = 2.6e9  # bytes per second and device until an engine that slept has its weights and is awake
     allreduce: float = 10e-6  # seconds to all-reduce a small tensor over a sampler's devices, twice per layer
+    allreduce_network: float = 100e-6  # the same where these are in several machines
 
 
 @dataclass(frozen=True)
@@ -264,8 +283,8 @@ def load_calibration(path: Path) -> Calibration:
         raise ConfigError(f"--calibration {path} is not a file of `policygrad plan --calibrate`. Measure again.")
     try:
         device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
-        fractions = (reached.training, reached.scoring, reached.sampling, reached.link, reached.storage)
-        if min(fractions) <= 0 or min(reached.layer_overhead, reached.allreduce) < 0:
+        seconds = ("layer_overhead", "engine_overhead", "allreduce", "allreduce_network")
+        if any(value < 0 if name in seconds else value <= 0 for name, value in asdict(reached).items()):
             raise ValueError("an efficiency is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:

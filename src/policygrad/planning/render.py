@@ -195,13 +195,16 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
     """Return the assumptions behind a plan's figures."""
     request, layout, efficiency = plan.request, plan.layout, plan.request.efficiency
     device, shape = request.device, request.shape
+    reached, overhead = efficiency.sampling, efficiency.layer_overhead
+    if not layout.keeps_full_policy:
+        reached, overhead = efficiency.engine_sampling, efficiency.engine_overhead
     assumptions = [
         f"{shape.name}: {shape.describe()} ({shape.source or 'given'}).",
         f"{device.name}: {format_gib(device.memory)} GiB, {device.bandwidth / 1e12:.3g} TB/s, "
         f"{device.rate(layout.bytes_per_number) / 1e12:.4g} Tflop/s in {layout.dtype} ({device.source}).",
-        f"Efficiency, {'measured' if efficiency != Efficiency() else 'assumed'}: {efficiency.training:.0%} training, "
-        f"{efficiency.scoring:.0%} scoring, {efficiency.sampling:.0%} sampling; {efficiency.layer_overhead * 1e6:.0f} µs "
-        "overhead per layer and sampled token.",
+        f"Efficiency, {'measured' if efficiency != Efficiency() else 'from published runs or assumed'}: "
+        f"{efficiency.training * device.utilisation:.0%} training, {efficiency.scoring * device.utilisation:.0%} scoring, "
+        f"{reached:.0%} sampling; {overhead * 1e6:.0f} µs overhead per layer and sampled token.",
         "Completion lengths follow a policy that ends with equal probability at every token, cut off at the maximum; rollouts are "
         "equal.",
         "Rewards, evaluations and checkpoints take no time; nothing fails.",
@@ -241,6 +244,11 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
             "receives weights over their links. This library's engines read them from files then, which takes longer: give them "
             "devices of their own with --samplers or --max-staleness, and NCCL sends them (--sampler.weight-transport nccl)."
         )
+    if layout.is_disaggregated:
+        way = {"folder": "through a folder, written and read", "nccl": "by NCCL, to each sampler by itself"}[
+            layout.weight_transport
+        ]
+        assumptions.append(f"Weights reach samplers {way} (--sampler.weight-transport).")
     if not layout.keeps_full_policy:
         assumptions.append("The engine's key-value cache is paged, for completions of average length.")
     return assumptions + [f"Not counted: {text}." for text in request.algorithm.uncounted]

@@ -109,6 +109,11 @@ class ModelShape:
         return max(layer.parameters for layer in self.layer_shapes)
 
     @property
+    def routed_parameters(self) -> int:
+        """Parameters of experts, of which a token uses some."""
+        return sum(layer.count * layer.routed_parameters for layer in self.layer_shapes)
+
+    @property
     def linear_parameters(self) -> int:
         """Parameters that four-bit weights replace."""
         return sum(layer.count * layer.linear_parameters for layer in self.layer_shapes)

@@ -149,7 +149,7 @@ class TimeModel:
 
     def scoring_seconds(self, tokens: TokenCounts) -> float:
         """Return the seconds of a forward pass on one device."""
-        return self.roofline_seconds(tokens, 1, 1) / self.efficiency.scoring
+        return self.roofline_seconds(tokens, 1, 1) / self.efficiency.scoring / self.device.utilisation
 
     def training_seconds(self, tokens: TokenCounts, algorithm: AlgorithmCost, read_twice: float = 0.0) -> float:
         """Return the seconds of a forward and backward pass on one device.
@@ -160,13 +160,14 @@ class TimeModel:
         passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0) + read_twice
         is_corrected = self.layout.max_staleness > 0 and algorithm.stale_scoring_passes > 0
         head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head or is_corrected else 0)
+        reached = self.efficiency.training * self.device.utilisation
         if not self.layout.only_adapters:
-            return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
+            return self.roofline_seconds(tokens, passes, head) / reached
         # Frozen weights have no gradients, which are half of a backward pass's products. Adapters' own products are trained.
         seconds = self.roofline_seconds(tokens, passes, head - FROZEN_PASSES, passes - FROZEN_PASSES)
         adapters = 2 * passes * self.shape.count_adapters(self.layout.adapter_rank) * tokens.layer_tokens
         adapters *= self.shape.active_parameters / self.shape.parameters
-        return (seconds + adapters / self.device.rate(self.layout.bytes_per_number)) / self.efficiency.training
+        return (seconds + adapters / self.device.rate(self.layout.bytes_per_number)) / reached
 
     def sampler_speed(self, workload: Workload) -> SamplerSpeed:
         """Return the speed of one sampler: a token for n completions reads the weights once, and every completion's cache."""
@@ -184,12 +185,17 @@ class TimeModel:
         prompts, length = min(workload.prompts, ceil(rows / workload.samples_per_prompt)), workload.prompt_tokens
         within = {w: prompts * windowed_pairs(length, w) for w in shape.windows}
         context = TokenCounts(length * prompts, prompts * length * (length + 1) / 2, prompts, within)
-        overhead = self.efficiency.layer_overhead + (2 * self.efficiency.allreduce if tensor > 1 else 0)
+        efficiency = self.efficiency
+        reached, overhead = efficiency.sampling, efficiency.layer_overhead
+        if not self.layout.keeps_full_policy:
+            reached, overhead = efficiency.engine_sampling, efficiency.engine_overhead
+        if tensor > 1:
+            overhead += 2 * (efficiency.allreduce if tensor <= self.device.per_node else efficiency.allreduce_network)
         seen = {w: min(attended, w) for w in shape.windows}
         per_token = self.operations(TokenCounts(1, attended, 1, seen), 1, 1) / rate
         return SamplerSpeed(
-            fixed=weights / bandwidth / self.efficiency.sampling + shape.num_layers * overhead,
-            per_completion=(read / bandwidth + per_token) / self.efficiency.sampling,
+            fixed=weights / bandwidth / reached + shape.num_layers * overhead,
+            per_completion=(read / bandwidth + per_token) / reached,
             max_concurrency=concurrent,
             startup=self.scoring_seconds(context) / tensor,
         )
@@ -210,6 +216,18 @@ class TimeModel:
         between = size / (self.device.network * self.device.per_node) if machines > 1 else 0.0
         return max(within, between) / self.efficiency.link
 
+    def sending_seconds(self, size: float) -> float:
+        """Return the seconds until weights of `size` bytes that one learner has are in samplers on other devices.
+
+        They are written to a folder and read from it, or sent to each sampler by itself, as fast as the learner's network allows.
+        """
+        if self.layout.weight_transport == "folder":
+            return 2 * size / self.efficiency.storage
+        samplers, network = self.layout.num_samplers, self.device.network * self.efficiency.link
+        if self.layout.gpus <= self.device.per_node:
+            return samplers * size / self.device.link / self.efficiency.link
+        return samplers * size / min(samplers * self.efficiency.broadcast, network)
+
     def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
         """Return the times of a step. Learners share tokens evenly; communication counts only where it outlasts their passes."""
         shape, ranks = self.shape, self.layout.learning_devices
@@ -222,18 +240,24 @@ class TimeModel:
         per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / ranks
         batches = algorithm.updates * ceil(per_update / self.layout.micro_tokens)  # every update has at least one
         scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
-        scoring = max(self.scoring_seconds(tokens) / ranks, gather * scoring_batches)
+        # Experts are not gathered ahead: which of them are used is known when they are.
+        experts = shape.routed_parameters / shape.parameters
+        scoring = self.scoring_seconds(tokens) / ranks + experts * gather * scoring_batches
+        scoring = max(scoring, gather * scoring_batches)
         read_twice = self.count_read_twice(workload, algorithm)
         training = algorithm.epochs * self.training_seconds(tokens, algorithm, read_twice) / ranks
-        training = max(training, batches * (BACKWARD_PASSES * gather + reduce))
+        links = batches * (BACKWARD_PASSES * gather + reduce)
+        training = max(training + experts * links, links)
         kept = self.layout.optimizer
         outer = 0.0 if self.layout.only_adapters else shape.around_parameters / shape.parameters
         moments = kept.count_moments(outer)
         state = 2 * (MASTER_BYTES + moments) + GRADIENT_BYTES + number
         trained = algorithm.updates * algorithm.trained_models * trains
         size = shape.parameters * number
-        if self.layout.is_disaggregated:  # through a folder to the samplers
-            publishing = gather + 2 * size / self.efficiency.storage
+        if self.layout.is_disaggregated:
+            publishing = gather + self.sending_seconds(size)
+        elif not self.layout.keeps_full_policy:  # to an engine that shares the devices
+            publishing = gather + size / self.layout.tensor_parallel / self.efficiency.engine_load
         elif ranks == 1:
             publishing = (
                 0.0 if number == MASTER_BYTES or self.layout.only_adapters else size * 3 / self.device.bandwidth

@@ -86,7 +86,7 @@ def calibrate(
         device_entry = next((entry for key, entry in DEVICES.items() if key in name), unknown)
     figures = {"bf16" if dtype == "bf16" else "fp32": rate, "bandwidth": bandwidth, "memory": memory}
     source = "measured by policygrad plan --calibrate"
-    measured = replace(device_entry, source=source, **figures)  # type: ignore[arg-type]
+    measured = replace(device_entry, source=source, utilisation=1.0, **figures)  # type: ignore[arg-type]
     say(f"{bandwidth / 1e9:,.1f} GB/s; training")
     micro_tokens = MICRO_TOKENS_CPU if device == "cpu" else MICRO_TOKENS
     layout = ParallelLayout(gpus=1, dtype=dtype, micro_tokens=micro_tokens)
