@@ -376,7 +376,8 @@ class ExactKLToReference(LossTerm):
     between them   α·KL(π_ref‖M) + (1 − α)·KL(π_θ‖M),  M = α·π_ref + (1 − α)·π_θ, the generalised Jensen–Shannon divergence
 
     With a teacher as π_ref it is on-policy distillation without the variance of the sampled token, which `KLToReference` and
-    `TeacherLogRatio` have. The learner evaluates π_ref in every update. Only completions that π_ref has read count
+    `TeacherLogRatio` have. The learner evaluates π_ref in every update, or a server tells π_ref's likeliest tokens
+    once. Only completions that π_ref has read count
     (`Batch.has_reference`). Stale samples are corrected where the policy learns from this term, as the authors of SDPO do. D is
     exact in each state, so that a token's own ratio has mean 1 there and only lowers or raises its share; how likely the states
     are is in the product over a completion, `TruncatedIS(level="sequence")`.
