@@ -127,6 +127,7 @@ def read_by_rollouts(part: Part) -> list[str]:
     """What a rollout asks a part for, beside its calls."""
     names = ["samples", "sampling_rounds", "refills", "excluded_examples", "task_level", "extra_samples"]
     names += ["states", "actions", "distinct", "prompts"]
+    names += ["size", "max_age", "reuse", "seed"] * getattr(part, "replays", False)
     return [*names, "keep_leftovers"] if getattr(part, "refills", False) else names
 
 
