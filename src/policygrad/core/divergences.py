@@ -13,6 +13,7 @@ from policygrad.core.batch import TopTokens
 
 Owner = Literal["policy", "reference"]
 Others = Literal["one", "none"]
+Over = Literal["sampled", "vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Divergence:
     """Likeliest tokens that are compared one by one; 0 = all."""
     top_of: Owner = "policy"
     others: Others = "one"
+    over: Over = "sampled"
+    """sampled: over the tokens that top-k and top-p leave; vocabulary: over all, also where completions are sampled by these."""
 
     def compute(self, logp: Tensor, reference: Tensor) -> Tensor:
         """Return the divergence [n] from log π_θ [n, V], with its graph, and log π_ref [n, V]."""

@@ -273,9 +273,14 @@ def compute_exact(
     reference: Tensor | None = None,
     divergence: Divergence = REVERSE_KL,
     top: TopTokens | None = None,
+    whole: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), kl_ref,
-    the `divergence` from π_ref, or from what `top` tells of it, and sum_pi_squared = Σ π², without graph."""
+    the `divergence` from π_ref, or from what `top` tells of it, and sum_pi_squared = Σ π², without graph.
+
+    Args:
+        whole: Logits for kl_ref; None = the same.
+    """
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
@@ -283,11 +288,13 @@ def compute_exact(
             out.append(-expectation(logp.exp(), logp))
         elif name == "sum_pi_squared":
             out.append((2 * logp.detach()).exp().sum(-1))
-        elif name == "kl_ref" and top is not None:
-            out.append(divergence.compute_top(logp, top))
         elif name == "kl_ref":
+            compared = logp if whole is None else scale_logits(whole, temperature).log_softmax(-1)
+            if top is not None:
+                out.append(divergence.compute_top(compared, top))
+                continue
             assert reference is not None  # checked by `Evaluator.forward`
-            out.append(divergence.compute(logp, scale_logits(reference, temperature).log_softmax(-1)))
+            out.append(divergence.compute(compared, scale_logits(reference, temperature).log_softmax(-1)))
         else:
             assert old is not None  # likewise
             before = scale_logits(old, temperature).log_softmax(-1)
@@ -424,19 +431,24 @@ class Evaluator:
                 ]
 
             top = part.reference_top if reference is None and "kl_ref" in names else None
+            reads_reference = "kl_ref" in names and top is None
 
             def compute(places: Tensor, tokens: Tensor, states: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
                 def mask(logits: Tensor) -> Tensor:
                     left = part.sampling_mask
                     return logits if left is None or not len(places) else left.apply_(logits.clone(), int(places[0]))
 
-                logits = mask(network.logits(states))
+                all_logits = network.logits(states)
+                logits, is_whole = mask(all_logits), divergence.over == "vocabulary"
                 with torch.no_grad():
-                    fixed = [mask(other.network.logits(x)) for (other, _), x in zip(compared, others, strict=False)]
-                old, known = fixed[0] if "kl_old" in names else None, None if top is None else TopTokens(*others[-2:])
-                reference = fixed[-1] if "kl_ref" in names and known is None else None
+                    fixed = [other.network.logits(x) for (other, _), x in zip(compared, others, strict=False)]
+                    old = mask(fixed[0]) if "kl_old" in names else None
+                    reference = fixed[-1] if reads_reference else None
+                    reference = reference if reference is None or is_whole else mask(reference)
+                known = None if top is None else TopTokens(*others[-2:])
+                whole = None if part.sampling_mask is None or not is_whole else all_logits
                 logp = selected_logp(logits, tokens, temperature)
-                return logp, *compute_exact(logits, old, names, temperature, reference, divergence, known)
+                return logp, *compute_exact(logits, old, names, temperature, reference, divergence, known, whole)
 
             places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)
