@@ -387,14 +387,16 @@ def sdpo_of_the_likeliest(prompts: Prompts, max_tokens: int) -> Tensor:
     return J / count_tokens(read)
 
 
-def sdpo_with_both_ratios(prompts: Prompts, max_tokens: int) -> Tensor:
-    """The same times min(π_old/μ, 2), the authors' rollout_is: token with its threshold 2."""
+def sdpo_with_rich_feedback(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/Σ|o| Σ sg[min(π_θ/π_old, 2)]·min(π_old/μ, 2)·KL(π_θ‖π_ref), of the likeliest tokens and the others as one. The same code
+    with alpha 1, and rollout_is: token with its threshold 2."""
     J, read = total([]), read_by_reference(prompts)
     for o in completions(read):
         for t in range(len(o)):
             ratio = min(2.0, math.exp(float(o.logp[t].detach()) - o.old[t]))
             ratio *= min(2.0, math.exp(o.old[t] - o.sampler[t]))
-            J = J - ratio * half_jensen_shannon(*likeliest_and_tail(o, t))
+            pairs = zip(*likeliest_and_tail(o, t), strict=True)
+            J = J - ratio * total(torch.exp(log_p) * (log_p - log_q) for log_p, log_q in pairs)
     return J / count_tokens(read)
 
 
@@ -415,9 +417,14 @@ def sdft_as_released(prompts: Prompts, max_tokens: int) -> Tensor:
 MAIN_FORM = replace(pg.SDPO, terms=(pg.ExactKLToReference(alpha=0.5, top_k=2, cap=2.0),))
 RECIPES: dict[str, Variant] = {
     "sdpo, its main form": (MAIN_FORM, sdpo_of_the_likeliest),
-    "sdpo, both ratios": (
-        replace(MAIN_FORM, old_policy="learner", corrections=(pg.TruncatedIS(2.0),)),
-        sdpo_with_both_ratios,
+    "sdpo, with rich feedback": (
+        replace(
+            pg.SDPO,
+            terms=(pg.ExactKLToReference(top_k=2, cap=2.0),),
+            old_policy="learner",
+            corrections=(pg.TruncatedIS(2.0),),
+        ),
+        sdpo_with_rich_feedback,
     ),
     "sdft, as released": (
         replace(pg.SDFT, terms=(pg.ExactKLToReference(alpha=0.0),), corrections=(pg.TruncatedIS(2.0, "mean"),)),

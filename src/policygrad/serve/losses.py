@@ -415,11 +415,6 @@ def _with_settings(algorithm: Algorithm, config: LossConfig) -> Algorithm:
 
 def _check_fields(algorithm: Algorithm, batch: Batch, name: str) -> None:
     """Raise ConfigError if a part reads what neither the client gives nor this server computes."""
-    if replaying := [type(part).__name__ for part in algorithm.filters if part.replays]:
-        raise ConfigError(
-            f"loss_fn={name!r} has {replaying[0]}, which keeps what a rollout has sampled, and this server samples none for it: "
-            "send earlier data again yourself, with the log-probabilities that they were sampled with"
-        )
     missing = {n for n in algorithm.all_needs - {"selected"} if getattr(batch, n) is None}
     wires = {v: k for k, v in {**_PER_TOKEN, **_PER_COMPLETION, **_COMPLETION_IDS}.items()}
     if second := missing - wires.keys() - {"logp_old"}:
