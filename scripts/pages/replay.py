@@ -83,7 +83,7 @@ def _verdict(result: Data) -> str:
     rates = {row["label"]: row["option_value"] for row in result["rows"]}
     areas = [row["summary"]["area"]["value"] for row in result["rows"] if rates[row["label"]] == rates["replay"]]
     same = (
-        f"The area follows the learning rate, of which \\* marks the edge of the grid: the {len(areas)} rows at "
+        f"Areas can be compared at one learning rate, of which \\* marks the edge of the grid: those of the {len(areas)} rows at "
         f"{rates['replay']:g} lie between {min(areas):.3f} and {max(areas):.3f}."
     )
     return f"{answer} At equal tokens the buffer of 8 steps {'; it '.join(parts)}. {same}"

@@ -58,4 +58,4 @@ def test_the_section_says_what_the_intervals_allow(tmp_path: Path) -> None:
     assert "is above *nothing*" in verdict
     assert "it is below *`DropZeroVariance`, further prompts*" in verdict
     assert "cannot be told from *`DropZeroVariance`, dropped*" in verdict
-    assert "the 4 rows at 0.001 lie between" in verdict
+    assert "those of the 4 rows at 0.001 lie between" in verdict
