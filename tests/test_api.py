@@ -37,7 +37,7 @@ KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE 
 MarginalMax MaskTruncated MaskedIS MismatchMask MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD
 OTB ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL
 PRORL PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE
-REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling RewardRange RewardZScores RunningMean
+REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling ReplayBuffer RewardRange RewardZScores RunningMean
 RunningScale SAPO SCALE_RL SDFT SDPO SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised
 SeparateDemonstrations Sequence SequenceMean SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO
 TRPO_VINE TaperedImportance TeacherBonus TeacherLogRatio Token TokenMean TokenSum TruncatedIS TrustRegion

@@ -9,6 +9,7 @@ from typing import Any
 
 from measure_algorithms import REGIME, UNGATED, describe_lack
 from pages.markdown import Data, block, estimate, files, link, load, page, short, table
+from pages.replay import replay_section
 from pages.staleness import staleness_section
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS, OVERRIDES
@@ -69,7 +70,8 @@ def _rung(row: Data, published: str) -> tuple[str, ...]:
 
 TITLE = "# Measurements"
 INTRO = (
-    "How well algorithms learn, how often their gates act, and what old samples cost, all with the small model inside the package. "
+    "How well algorithms learn, how often their gates act, what old samples cost, and whether a replay buffer pays, all with the "
+    "small model inside the package. "
     "How fast policygrad is, beside TRL, is in [benchmarks](benchmarks.md)."
 )
 HEAD = (
@@ -116,7 +118,7 @@ def measured_page(
     command = block(default_command if result is None else result["measured_by"], "sh")
     if result is None:
         waiting = f"Not measured yet:\n\n{command}\n\nruns it, and `make docs` writes this page."
-        rest = (*(ladder_section(name, ladders[name]) for name in LADDERS), staleness_section())
+        rest = (*(ladder_section(name, ladders[name]) for name in LADDERS), staleness_section(), replay_section())
         return page(TITLE, waiting, *rest)
     told = set(result["caveats"])
     return page(
@@ -135,6 +137,7 @@ def measured_page(
         gates_section(result, gates, told),
         *(ladder_section(name, ladders[name], told) for name in LADDERS),
         staleness_section(),
+        replay_section(),
     )
 
 

@@ -438,7 +438,7 @@ OPSD = replace(
     SDFT,
     name="opsd",
     aggregation=TokenMean(),
-    terms=(ExactKLToReference(alpha=0.5),),
+    terms=(ExactKLToReference(alpha=0.5, over="vocabulary"),),
     reference=Reference(
         templates=(
             "A solution of the problem below is:\n{solution}\n\nThe problem:\n{prompt}",

@@ -32,6 +32,7 @@ _HOME = {
     "policygrad.core.objective": "gate_weight",
     "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
     "policygrad.core.ratios": "HighEntropy MaskedIS OffPolicySequenceMask Sequence SequenceProduct Token TruncatedIS",
+    "policygrad.core.replay": "ReplayBuffer",
     "policygrad.core.shaping": "ClipReward GroupLength KLInReward RunningScale SoftOverlong",
     "policygrad.core.soft_clips": "FlippedImportance GradientPreservingClip",
     "policygrad.core.terms": (

@@ -718,3 +718,19 @@ def test_words_know_their_lines() -> None:
 def test_values_are_those_of_hydra() -> None:
     text = "[1, 'a b', {x: 1e-6, y: true}, null, 1_000, -3, .5, v1.5]"
     assert parse_value(text) == [1, "a b", {"x": 1e-6, "y": True}, None, 1000, -3, 0.5, "v1.5"]
+
+
+def test_the_replay_buffer_of_trl(tmp_path: Path) -> None:
+    """With its default size, another one, and none."""
+    file = tmp_path / "train.py"
+    shape = "per_device_train_batch_size=8, num_generations=4, max_steps=5"
+
+    def filters(more: str) -> tuple[pg.Filter, ...]:
+        file.write_text(f"from x import y\nargs = GRPOWithReplayBufferConfig({shape}{more})\n")
+        _, text = convert_source(read_sources([str(file)])[0])
+        return from_dict(tomllib.loads(text), Run(), "x").algorithm.filters
+
+    assert filters("") == (pg.parts.ReplayBuffer(),)
+    masked = (pg.parts.ReplayBuffer(size=8), pg.MaskTruncated(keep_in_statistics=True))
+    assert filters(", replay_buffer_size=8, mask_truncated_completions=True") == masked
+    assert filters(", replay_buffer_size=0") == ()

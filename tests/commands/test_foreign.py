@@ -34,6 +34,7 @@ def ours() -> set[str]:
     result |= {f"--algorithm.{field}" for field in fields}
     result |= {"--algorithm.gate.c", *(f"--algorithm.corrections.truncated-is.{end}" for end in ("cap", "low"))}
     result |= {f"--algorithm.filters.reward-range.{end}" for end in ("low", "high")}
+    result |= {f"--algorithm.filters.replay-buffer.{end}" for end in ("size", "max-age")}
     result |= {"--algorithm.corrections.off-policy-sequence-mask.delta"}
     return result | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 

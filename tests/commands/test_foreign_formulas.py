@@ -21,6 +21,7 @@ from policygrad.commands.converters.openrlhf import RENAMED
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.train import parse_run
 from policygrad.core.kl_controllers import adapt_proportionally
+from policygrad.core.replay import ReplayBuffer, measure_worth
 
 LENGTHS = (5, 2, 3, 5, 4, 1, 5, 2, 3, 3, 5, 1)
 ROWS, WIDTH, SIZE = len(LENGTHS), 5, 4
@@ -529,6 +530,19 @@ def range_of_groups() -> None:
         assert (~part.find_dropped(BATCH)).tolist() == [low < mean < high for mean in means]
 
 
+def worth_of_groups() -> None:
+    """TRL keeps the groups of the largest Σ |A|·std, A = (R − mean)/(std + 1e-4), and replaces those without spread."""
+    part = algorithm("grpo --algorithm.filters ReplayBuffer --algorithm.filters.replay-buffer.size 2").filters[0]
+    assert isinstance(part, ReplayBuffer)
+    rewards = [torch.tensor(REWARDS[i : i + SIZE], dtype=torch.float64) for i in range(0, ROWS, SIZE)]
+    scores = [float((((r - r.mean()) / (r.std() + 1e-4)).abs() * r.std()).sum()) for r in rewards]
+    worth = [measure_worth(r.tolist()) for r in rewards]
+    assert worth == pytest.approx(scores, rel=1e-3)
+    best = sorted(range(len(scores)), key=lambda i: scores[i])[-2:]
+    assert part.choose_kept(worth) == sorted(best)
+    assert part.find_dropped(BATCH).tolist() == [float(r.std()) == 0 for r in rewards for _ in range(SIZE)]
+
+
 def bounds_of_rewards() -> None:
     row = algorithm("reinforce --algorithm.shaping ClipReward --algorithm.shaping.clip-reward.low 0.25 "
                     "--algorithm.shaping.clip-reward.high 0.75")  # fmt: skip
@@ -573,6 +587,7 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
         "mask_truncated_completions": (truncated, averages_without_truncated_ones),
         **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), (temperatures,)),
         "off_policy_mask_threshold": (off_policy_mask,),
+        "replay_buffer_size": (worth_of_groups,),
         **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_cap"), (corrections,)),
     },
     "verl": {

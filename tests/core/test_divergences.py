@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Random, Shape, gradients, make
+from policygrad.core.batch import TopTokens
 from policygrad.core.divergences import Divergence
 
 V = 7
@@ -118,3 +120,29 @@ def test_the_authors_form_of_sdpo_is_one_term() -> None:
         replace(pg.SDPO, terms=(pg.ExactKLToReference(),))
     with pytest.raises(pg.ConfigError, match="different alphas or tokens"):
         replace(pg.SDPO, terms=(term, replace(term, top_k=20)))
+
+
+@pytest.mark.parametrize("others", ["one", "none"])
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_likeliest_tokens_are_all_that_need_be_known_of_the_reference(
+    alpha: float, top_k: int, others: Literal["one", "none"]
+) -> None:
+    logits, reference = draw(5, seed=2)
+    how = Divergence(alpha, top_k, "reference", others)
+    top = reference.topk(top_k)
+    known = how.compute_top(logits.log_softmax(-1), TopTokens(top.indices.int(), top.values))
+    whole = how.compute(logits.log_softmax(-1), reference)
+    torch.testing.assert_close(known, whole, rtol=0, atol=1e-12)
+    (a,), (b,) = (torch.autograd.grad(x.sum(), logits) for x in (known, whole))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_likeliest_tokens_that_leave_nothing_have_a_finite_divergence(alpha: float) -> None:
+    logits, _ = draw(2, seed=3)
+    certain = TopTokens(torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1))
+    value = Divergence(alpha, 1, "reference").compute_top(logits.log_softmax(-1), certain)
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()

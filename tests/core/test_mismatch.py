@@ -32,6 +32,19 @@ def factor(part: pg.Correction, batch: pg.Batch = BATCH) -> list[list[float]]:
     return [first, second[:2]]
 
 
+def test_a_completions_mean_weight_by_hand() -> None:
+    """Of min(ρ, 1.5) at ρ = 2 and ½ it is 1, where their product is 1 too and the tokens' own are 1.5 and ½."""
+    assert factor(pg.TruncatedIS(1.5, "mean")) == [[1.0] * 3, [1.0] * 2]
+    assert factor(pg.TruncatedIS(1.2, "mean")) == [[1.0] * 3, pytest.approx([0.85] * 2)]
+    assert factor(pg.TruncatedIS(1.2, "mean", low=0.6)) == [[1.0] * 3, pytest.approx([0.9] * 2)]
+    assert pg.TruncatedIS(1.2, "mean", normalise=True).normaliser(BATCH) == pytest.approx((1 + 0.85) / 2)
+    assert pg.TruncatedIS(1.2, "mean").formula == "× mean_t min(ρ, 1.2),  ρ = π_old/μ per token"
+    shown = replace(BATCH, demonstration=torch.tensor([True, False]))
+    assert factor(pg.TruncatedIS(1.2, "mean"), shown) == [[1.0] * 3, pytest.approx([0.85] * 2)]
+    with pytest.raises(pg.ConfigError, match=r"TruncatedIS\.level must be 'token' \(each its own\)"):
+        pg.TruncatedIS(level="completion")  # type: ignore[arg-type]
+
+
 def test_which_completions_and_tokens_are_kept() -> None:
     same = [1.0, 1.0, 1.0]
     for part, expected in [

@@ -124,9 +124,11 @@ def look(logp: Tensor, batch: pg.Batch, algorithm: pg.Algorithm) -> pg.Forward:
 
 
 def read_by_rollouts(part: Part) -> list[str]:
-    """What a rollout asks a part for, beside its calls."""
+    """What a rollout or a learner asks a part for, beside its calls."""
     names = ["samples", "sampling_rounds", "refills", "excluded_examples", "task_level", "extra_samples"]
     names += ["states", "actions", "distinct", "prompts"]
+    names += ["over"] * (not part.is_zero)  # which matters where top-k or top-p leave tokens out
+    names += ["size", "max_age", "reuse", "seed"] * getattr(part, "replays", False)
     return [*names, "keep_leftovers"] if getattr(part, "refills", False) else names
 
 

@@ -34,16 +34,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_served_teacher_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page's command with the embedded model in place of the large ones, which a server in vLLM's form has."""
-    [command] = [argv for argv in COMMANDS if any(word.startswith("http://") for word in argv)]
+    """The page's commands with the embedded model in place of the large ones, which a server in vLLM's form has."""
+    commands = [argv for argv in COMMANDS if any(word.startswith("http://") for word in argv)]
     model = load_model("tiny", dtype="fp32", device="cpu")
     with serving(TeacherForm(model, load_tokenizer("tiny", model).hf)) as form:
         small = {"http://127.0.0.1:8000/v1": form.url, "Qwen/Qwen3-0.6B-Base": "tiny", "prompts.jsonl": "both.jsonl"}
-        argv = [small.get(word, word) for word in command]
-        assert main([*argv, *SMALL, "--output", "served"]) == 0, capsys.readouterr().err
-    first = next(row for row in rows(Path("served/metrics.jsonl")) if "teacher/kl" in row)
-    assert abs(first["teacher/kl"]) < 1e-4  # the teacher is the policy's own model
-    assert len(form.scored) >= 2
+        for i, command in enumerate(commands):
+            argv = [small.get(word, word) for word in command]
+            assert main([*argv, *SMALL, "--output", f"served{i}"]) == 0, capsys.readouterr().err
+            first = next(row for row in rows(Path(f"served{i}/metrics.jsonl")) if "teacher/kl" in row)
+            assert abs(first["teacher/kl"]) < 1e-4  # the teacher is the policy's own model
+    asked = {body["prompt_logprobs"] for path, body, _ in form.requests if path == "/v1/completions"}
+    assert asked == {0, 20}
+    assert len(form.scored) >= 4
 
 
 @pytest.mark.full

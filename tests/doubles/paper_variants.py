@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from doubles.part_variants import CORRECTIONS, SIGNALS
+from doubles.part_variants import CORRECTIONS, RECIPES, SIGNALS
 from policygrad.core.advantages import FrozenRunningMean
 from policygrad.papers.completions import (
     Completion,
@@ -586,7 +586,7 @@ TURNS: dict[str, Variant] = {
     ),
 }
 
-TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS | CORRECTIONS | SIGNALS
+TABLE = ROWS | PARTS | TRUST_REGIONS | TURNS | CORRECTIONS | SIGNALS | RECIPES
 
 FILLED_BY = {
     "weight": ("weight",),
@@ -614,6 +614,7 @@ FILLED_BY = {
             "forward KL over the vocabulary",
         ),
         *("a divergence nearer to the teacher", "grpo beside a teacher of some", "sampled log-ratio of some"),
+        *RECIPES,
     ),
     "weights": ("vine, weighted", "vine, first order"),
 }

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 import policygrad as pg
@@ -16,11 +17,13 @@ from policygrad.papers.completions import (
     Prompts,
     clipped_surrogate,
     completions,
+    count,
     count_tokens,
     group_z_score,
     total,
 )
 from policygrad.papers.objectives import Objective
+from policygrad.papers.signals import read_by_reference
 
 Variant = tuple[pg.Algorithm, Objective]
 Keeps = Callable[[list[float]], list[bool]]
@@ -345,4 +348,86 @@ SIGNALS: dict[str, Variant] = {
     ),
     "the sum over tokens": (replace(PLAIN, aggregation=P.TokenSum()), token_sum),
     "KL abs": (replace(PLAIN, terms=(pg.KLToReference(0.3, "abs"),)), total_variation),
+}
+
+# Self-distillation as the authors' code trains it.
+
+
+def likeliest_and_tail(o: Completion, t: int) -> tuple[list[Tensor], list[float]]:
+    """log-probabilities of π_θ's two likeliest tokens and of all others as one, under π_θ and under π_ref."""
+    own, other = o.policy[t], o.reference[t]
+    top = sorted(range(len(other)), key=lambda a: float(own[a].detach()), reverse=True)[:2]
+    left = torch.log(1 - torch.exp(own[top[0]]) - torch.exp(own[top[1]]))
+    return [own[top[0]], own[top[1]], left], [
+        other[top[0]],
+        other[top[1]],
+        math.log(1 - math.exp(other[top[0]]) - math.exp(other[top[1]])),
+    ]
+
+
+def half_jensen_shannon(own: list[Tensor], other: list[float]) -> Tensor:
+    """½ KL(q‖m) + ½ KL(p‖m), m = (p + q)/2."""
+    J = total([])
+    for log_p, log_q in zip(own, other, strict=True):
+        p, q = torch.exp(log_p), math.exp(log_q)
+        log_m = torch.log((p + q) / 2)
+        J = J + (q * (log_q - log_m) + p * (log_p - log_m)) / 2
+    return J
+
+
+def sdpo_of_the_likeliest(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/Σ|o| Σ sg[min(π_θ/π_old, 2)]·D, D of the likeliest tokens and the others as one. lasgroup/SDPO,
+    verl/trainer/ppo/core_algos.py (`compute_self_distillation_loss`): full_logit_distillation, alpha 0.5, is_clip 2."""
+    J, read = total([]), read_by_reference(prompts)
+    for o in completions(read):
+        for t in range(len(o)):
+            J = J - min(2.0, math.exp(float(o.logp[t].detach()) - o.old[t])) * half_jensen_shannon(
+                *likeliest_and_tail(o, t)
+            )
+    return J / count_tokens(read)
+
+
+def sdpo_with_rich_feedback(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/Σ|o| Σ sg[min(π_θ/π_old, 2)]·min(π_old/μ, 2)·KL(π_θ‖π_ref), of the likeliest tokens and the others as one. The same code
+    with alpha 1, and rollout_is: token with its threshold 2."""
+    J, read = total([]), read_by_reference(prompts)
+    for o in completions(read):
+        for t in range(len(o)):
+            ratio = min(2.0, math.exp(float(o.logp[t].detach()) - o.old[t]))
+            ratio *= min(2.0, math.exp(o.old[t] - o.sampler[t]))
+            pairs = zip(*likeliest_and_tail(o, t), strict=True)
+            J = J - ratio * total(torch.exp(log_p) * (log_p - log_q) for log_p, log_q in pairs)
+    return J / count_tokens(read)
+
+
+def sdft_as_released(prompts: Prompts, max_tokens: int) -> Tensor:
+    """−1/B Σ_i v_i/|o_i| Σ_t KL(π_ref‖π_θ), v_i the mean over the completion's tokens of min(π_old/μ, 2). The authors'
+    distil_trainer.py (`_compute_loss`), without its tokens to skip."""
+    J, read = total([]), read_by_reference(prompts)
+    for o in completions(read):
+        v = mean_of([min(2.0, math.exp(u)) for u in old_gap(o)])
+        for t in range(len(o)):
+            kl = total(
+                math.exp(log_q) * (log_q - log_p) for log_p, log_q in zip(o.policy[t], o.reference[t], strict=True)
+            )
+            J = J - v * kl / len(o)
+    return J / count(read)
+
+
+MAIN_FORM = replace(pg.SDPO, terms=(pg.ExactKLToReference(alpha=0.5, top_k=2, cap=2.0),))
+RECIPES: dict[str, Variant] = {
+    "sdpo, its main form": (MAIN_FORM, sdpo_of_the_likeliest),
+    "sdpo, with rich feedback": (
+        replace(
+            pg.SDPO,
+            terms=(pg.ExactKLToReference(top_k=2, cap=2.0),),
+            old_policy="learner",
+            corrections=(pg.TruncatedIS(2.0),),
+        ),
+        sdpo_with_rich_feedback,
+    ),
+    "sdft, as released": (
+        replace(pg.SDFT, terms=(pg.ExactKLToReference(alpha=0.0),), corrections=(pg.TruncatedIS(2.0, "mean"),)),
+        sdft_as_released,
+    ),
 }

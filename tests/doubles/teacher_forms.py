@@ -71,23 +71,39 @@ class TeacherForm:
             return {"count": len(ids), "max_model_len": self.context_length, "tokens": ids}
         if path == "/v1/completions" and self.engine == "vllm":
             ids = body["prompt"]
-            entries = [{str(i): {"logprob": x, "rank": 1, "decoded_token": "said"}} for i, x in self.logp(ids)]
+            likeliest = self.likeliest(ids, body["prompt_logprobs"])
+            entries = [
+                {str(j): {"logprob": y, "rank": 1, "decoded_token": "said"} for j, y in [(i, x), *top]}
+                for (i, x), top in zip(self.logp(ids), likeliest, strict=True)
+            ]
             choice = {"index": 0, "text": "said", "finish_reason": "length", "prompt_logprobs": [None, *entries]}
             return {"object": "text_completion", "model": body["model"], "choices": [choice]}
         if path == "/generate" and self.engine == "sglang":
             ids, start = body["input_ids"], body["logprob_start_len"]
             entries = [[None, ids[0], None], *([x, i, None] for i, x in self.logp(ids))]
             about = {"input_token_logprobs": entries[start:], "output_token_logprobs": [[-1.0, 0, None]]}
+            if k := body.get("top_logprobs_num", 0):
+                listed = [None, *([[x, i, None] for i, x in top] for top in self.likeliest(ids, k))]
+                about["input_top_logprobs"] = listed[start:]
             return {"text": "said", "output_ids": [0], "meta_info": about}
         return None
 
-    @torch.no_grad()
     def logp(self, ids: list[int]) -> list[tuple[int, float]]:
         """(id, its log-probability) of each id but the first."""
         tokens = torch.tensor(ids)
-        logits = self.model(input_ids=tokens[None]).logits[0, :-1].double()
-        values = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        values = self.all_logp(ids).gather(-1, tokens[1:, None])[:, 0]
         return list(zip(ids[1:], values.tolist(), strict=True))
+
+    def likeliest(self, ids: list[int], k: int) -> list[list[tuple[int, float]]]:
+        """(id, its log-probability) of the k likeliest tokens in place of each id but the first."""
+        top = self.all_logp(ids).topk(k)
+        rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [list(zip(*row, strict=True)) for row in rows]
+
+    @torch.no_grad()
+    def all_logp(self, ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        return logits.double().log_softmax(-1)
 
 
 _SCORING = ("/v1/completions", "/generate")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from doubles import rewards
 from doubles.architectures import CONFIGS
 from doubles.batches import float_batch
 from policygrad.core.batch import SamplingMask
+from policygrad.core.divergences import Divergence
 from policygrad.errors import ConfigError, EngineError
 from policygrad.learners.base import LearnerSpec
-from policygrad.learners.local.forward import build_evaluator
+from policygrad.learners.local.forward import build_evaluator, compute_exact
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import pack_micro_batches
 from policygrad.models.loading import load_model
@@ -157,6 +158,56 @@ def test_learners_gradient_is_that_of_the_masked_distribution(name: str, needs: 
     for other in others:
         for a, b in zip(naive, other, strict=True):
             assert float((a - b).abs().max()) < 1e-6 * float(a.abs().max() + 1)  # norms are in float32
+
+
+def opsd_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """siyan-zhao/OPSD, opsd_trainer.py (`generalized_jsd_loss`), β ½, per token: log-probabilities at the sampling temperature over
+    the whole vocabulary, whatever top-p and top-k the tokens were sampled with."""
+    total = torch.zeros(len(logits), dtype=logits.dtype)
+    for row in range(len(logits)):
+        p, q = ((x[row] / temperature).softmax(-1) for x in (logits, teacher))
+        m = (p + q) / 2
+        total[row] = 0.5 * (q * (q / m).log()).sum() + 0.5 * (p * (p / m).log()).sum()
+    return total
+
+
+def test_a_divergence_over_the_vocabulary_is_opsds_under_its_sampling() -> None:
+    """Temperature 1.1, top-p and top-k: log π_θ is that of the tokens that are left, the divergence that of all."""
+    generator = torch.Generator().manual_seed(5)
+    logits, teacher = (2 * torch.randn(6, 30, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    left = torch.rand(6, 30, generator=generator) < 0.3
+    masked = logits.masked_fill(~left, -torch.inf)
+    how = Divergence(0.5, over="vocabulary")
+    (value,) = compute_exact(masked, None, ["kl_ref"], 1.1, teacher, how, whole=logits)
+    expected = opsd_loss(logits, teacher, 1.1)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    actual_gradient, gradient = (torch.autograd.grad(x.sum(), logits)[0] for x in (value, expected))
+    torch.testing.assert_close(actual_gradient, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("over", ["sampled", "vocabulary"])
+def test_a_divergence_is_over_what_sampling_left_or_over_all_tokens(over: Literal["sampled", "vocabulary"]) -> None:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    model, teacher = (tf.AutoModelForCausalLM.from_config(CONFIGS["qwen2 untied"]()).double().eval() for _ in range(2))
+    batch = float_batch()
+    assert batch.tokens is not None
+    batch = with_masks(replace(batch, tokens=batch.tokens % 50), model.config.vocab_size)
+    evaluator, reference = (build_evaluator(x, 1.1) for x in (model, teacher))
+    found = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for part in pack_micro_batches(batch, torch.arange(len(batch.mask)), 40):
+        out = evaluator.forward(part, frozenset({"kl_ref"}), reference=reference, divergence=Divergence(0.5, over=over))
+        assert out.kl_ref is not None
+        found[part.rows] = out.kl_ref.detach()
+    without = replace(batch, sampling_mask_counts=None, sampling_mask_ids=())
+    given = without if over == "vocabulary" else batch
+    for row, part in ((int(p.rows[0]), p) for p in pack_micro_batches(given, torch.arange(len(batch.mask)), 1)):
+        out = evaluator.forward(part, frozenset({"kl_ref"}), reference=reference, divergence=Divergence(0.5))
+        assert out.kl_ref is not None
+        torch.testing.assert_close(found[row], out.kl_ref[0].detach(), rtol=0, atol=1e-7)
+    assert float(found.sum()) > 0
 
 
 def test_unchanged_policy_has_ratio_one(random_model: Path, wait: AsyncRunner) -> None:

@@ -36,10 +36,15 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def connect(
-    form: TeacherForm, tokenizer: Tokenizer, wait: AsyncRunner, address: str = URL, **options: Any
+    form: TeacherForm,
+    tokenizer: Tokenizer,
+    wait: AsyncRunner,
+    address: str = URL,
+    top_k: int = 0,
+    **options: Any,
 ) -> TeacherServer:
     config = TeacherServerConfig(**{"recovery_timeout": 0.2, **options})
-    server = TeacherServer(address, tokenizer, config, transport=form.transport)
+    server = TeacherServer(address, tokenizer, config, transport=form.transport, top_k=top_k)
     wait(server.connect(32))
     return server
 
@@ -50,11 +55,56 @@ def test_scores_are_the_model_s_own(engine: str, start: int, teacher: Any, wait:
     model, tokenizer = teacher
     form = TeacherForm(model, tokenizer.hf, engine)
     server = connect(form, tokenizer, wait)
-    scores = wait(server.score(IDS, start))
+    scores = wait(server.score(IDS, start)).logp
     expected = model(input_ids=torch.tensor([IDS])).logits[0].log_softmax(-1)
     assert torch.allclose(scores, expected[range(start - 1, 5), IDS[start:]].detach(), atol=1e-5)
     assert form.scored == [IDS]
     assert {body["model"] for path, body, _ in form.requests if path == "/v1/completions"} <= {"teacher"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_likeliest_tokens_are_the_model_s_own(engine: str, teacher: Any, wait: AsyncRunner) -> None:
+    model, tokenizer = teacher
+    server = connect(TeacherForm(model, tokenizer.hf, engine), tokenizer, wait, top_k=3)
+    scores = wait(server.score(IDS, 2))
+    expected = model(input_ids=torch.tensor([IDS])).logits[0].log_softmax(-1)[1:5].detach()
+    assert scores.top is not None
+    assert scores.top.logp.shape == (4, 3)  # also where the given token is a fourth
+    assert torch.equal(scores.top.ids.long(), expected.topk(3).indices)
+    assert torch.allclose(scores.top.logp, expected.topk(3).values, atol=1e-5)
+    assert torch.allclose(scores.logp, expected[range(4), IDS[2:]], atol=1e-5)
+
+
+def test_a_server_that_tells_fewer_tokens_is_refused_with_its_option(teacher: Any, wait: AsyncRunner) -> None:
+    model, tokenizer = teacher
+
+    def fewer(path: str, body: Any, reply: Reply) -> Reply:
+        if path == "/generate":
+            for place in filter(None, reply[1]["meta_info"]["input_top_logprobs"]):
+                del place[2:]
+        return reply
+
+    def refuse(path: str, body: Any, reply: Reply) -> Reply:
+        text = "Requested prompt logprobs of 30, which is greater than max allowed: 20"
+        return (400, {"error": {"message": text}}) if path == "/v1/completions" else reply
+
+    with pytest.raises(EngineError, match=r"its 3 likeliest tokens .* and tells 2: set top_k to 2 at most"):
+        connect(TeacherForm(model, tokenizer.hf, "sglang", change=fewer), tokenizer, wait, top_k=3)
+    with pytest.raises(EngineError, match=r"max allowed: 20.*start vLLM with --max-logprobs 30, .* or lower top_k"):
+        connect(TeacherForm(model, tokenizer.hf, change=refuse), tokenizer, wait, top_k=30)
+
+
+def test_likeliest_tokens_that_are_no_distribution_are_refused(teacher: Any, wait: AsyncRunner) -> None:
+    model, tokenizer = teacher
+
+    def raise_all(path: str, body: Any, reply: Reply) -> Reply:
+        if path == "/generate":
+            for place in filter(None, reply[1]["meta_info"]["input_top_logprobs"]):
+                place[:] = [[-0.1, i, None] for _, i, _ in place]
+        return reply
+
+    with pytest.raises(EngineError, match="probabilities sum to more than 1: start it with log-probabilities"):
+        connect(TeacherForm(model, tokenizer.hf, "sglang", change=raise_all), tokenizer, wait, top_k=3)
 
 
 def test_a_model_of_several_is_chosen_by_name(teacher: Any, wait: AsyncRunner) -> None:
@@ -189,10 +239,10 @@ def test_a_server_that_comes_back_is_asked_again(teacher: Any, wait: AsyncRunner
     model, tokenizer = teacher
     form = TeacherForm(model, tokenizer.hf)
     server = connect(form, tokenizer, wait)
-    expected = wait(server.score(IDS, 1))
+    expected = wait(server.score(IDS, 1)).logp
     failures = iter([(503, {"error": "loading"})] * 2)
     form.change = lambda path, body, reply: next(failures, reply)
-    assert torch.equal(wait(server.score(IDS, 1)), expected)
+    assert torch.equal(wait(server.score(IDS, 1)).logp, expected)
     assert server.pop_retries() == 1  # the second failure was that of the check
     assert server.pop_retries() == 0
 

@@ -151,6 +151,34 @@ def test_each_example_is_distilled_from_its_teacher(
     assert not verify_run(result.output, loaded).failures
 
 
+@pytest.mark.parametrize(("alpha", "others"), [(1.0, "one"), pytest.param(0.5, "none", marks=pytest.mark.full)])
+def test_a_server_s_likeliest_tokens_teach_what_a_model_in_memory_does(
+    small: Run, tmp_path: Path, form: TeacherForm, alpha: float, others: Any
+) -> None:
+    """The batch carries them; `verify` and a resumed run take them from there."""
+    chain = (pg.TeacherLogRatio(coefficient=0),)
+    term = pg.ExactKLToReference(alpha=alpha, top_k=4, top_of="reference", others=others)
+
+    def make(name: str, model: str) -> Run:
+        run = taught(small, tmp_path / name, model=model)
+        return replace(run, algorithm=replace(run.algorithm, terms=(term,), advantage=chain), max_staleness=1)
+
+    near, far = Record(), Record()
+    train(make("near", "tiny"), display=near)
+    result = train(make("far", form.url), display=far)
+    for (_, a), (_, b) in zip(near.steps, far.steps, strict=True):
+        assert b["objective"] == pytest.approx(a["objective"], abs=1e-5)
+    for name, tensor in weights(tmp_path / "near").items():
+        # Adam makes a step of up to the learning rate, 1e-3, of a gradient that is all rounding: one weight in 1,000 of a tensor
+        assert torch.allclose(tensor, weights(tmp_path / "far")[name], atol=3e-4)
+    train(make("stopped", form.url), stop_after=2, display=False)
+    train(resume=tmp_path / "stopped", display=False)
+    form.change = lambda path, body, reply: (503, {"error": "gone"})
+    for name, tensor in weights(tmp_path / "far").items():
+        assert torch.equal(tensor, weights(tmp_path / "stopped")[name])
+    assert not verify_run(result.output, load_config(result.output / "run.toml", Run())).failures
+
+
 def test_a_learner_scores_each_row_with_its_teacher(random_model: Path) -> None:
     policy = load_model(str(random_model), dtype="fp32", device="cpu")
     tokenizer = load_tokenizer(str(random_model), policy)
@@ -228,7 +256,11 @@ def test_what_a_run_refuses(changes: dict[str, Any], says: str) -> None:
     [
         (
             lambda: replace(taught_by(model=URL), terms=(pg.ExactKLToReference(),)),
-            "ExactKLToReference.* the server http://127.0.0.1:9/v1 tells the log-probabilities of the sampled tokens alone",
+            r"full vocabulary, and the server http://127.0.0.1:9/v1 tells its likeliest tokens at most: set .*top-of reference",
+        ),
+        (
+            lambda: replace(taught_by(model=URL), terms=(pg.ExactKLToReference(top_k=5),)),
+            r"ExactKLToReference\(top_of='policy'\) needs .* tells its own likeliest and the sampled ones: set .*top-of reference",
         ),
         (
             lambda: replace(taught_by(teachers=("a=x", "b=y")), terms=(pg.ExactKLToReference(),)),

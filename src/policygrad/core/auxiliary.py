@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from policygrad.core import masked
 from policygrad.core.base import Part, RunLength, State, format_steps
 from policygrad.core.batch import Batch
+from policygrad.core.divergences import Divergence
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
 from policygrad.core.settings import ABOVE_0, COUNT, acts_with, choice, setting
@@ -402,12 +403,31 @@ class Reference(Part):
                     f"reference.{option}, but no part of {algorithm.name} uses a reference: use distill to learn from "
                     "it, add KLToReference() to stay near it, or unset it"
                 )
-        if self.limited_model and any("kl_ref" in term.forward_needs for term in algorithm.terms):
-            does = "tells the log-probabilities of" if self.servers else "scores"
-            yield (
-                f"ExactKLToReference() compares with the reference over the full vocabulary, and {self.limited_model} {does} the "
-                "sampled tokens alone: use TeacherLogRatio() or KLToReference(), or a single model in a folder"
-            )
+        if self.limited_model:
+            yield from self._find_unknown_tokens([x.divergence for x in algorithm.terms if "kl_ref" in x.forward_needs])
+
+    def _find_unknown_tokens(self, divergences: Sequence[Divergence]) -> Iterator[str]:
+        """Yield what an exact divergence needs of `limited_model` that it does not tell."""
+        alternatives = "use TeacherLogRatio() or KLToReference(), or a single model in a folder"
+        likeliest = (
+            "--algorithm.terms.exact-kl-to-reference.top-k 20 --algorithm.terms.exact-kl-to-reference.top-of reference"
+        )
+        for divergence in divergences:
+            if self.num_in_memory:
+                yield (
+                    "ExactKLToReference() compares with the reference over the vocabulary, and one of several teachers scores the "
+                    f"sampled tokens alone: {alternatives}, or put all teachers behind servers"
+                )
+            elif not divergence.top_k:
+                yield (
+                    f"ExactKLToReference() compares with the reference over the full vocabulary, and {self.limited_model} tells "
+                    f"its likeliest tokens at most: set {likeliest}, or {alternatives}"
+                )
+            elif divergence.top_of == "policy":
+                yield (
+                    f"ExactKLToReference(top_of='policy') needs π_ref at the policy's {divergence.top_k} likeliest tokens, and "
+                    f"{self.limited_model} tells its own likeliest and the sampled ones: set {likeliest}, or {alternatives}"
+                )
 
     @property
     def refreshes(self) -> bool:

@@ -447,6 +447,8 @@ class Filter(Part):
     refills: bool = False
     """True if another prompt is sampled for each group whose completions are all dropped. The filter is then not called, and
     dropped groups that could not be replaced get weight 0."""
+    replays: ClassVar[bool] = False
+    """True for a `core.replay.ReplayBuffer`: groups of earlier steps take the place of those whose completions are all dropped."""
     chooses_by_reward: ClassVar[bool] = False
     """True if the task's score decides which completions of a prompt the filter keeps."""
 
@@ -455,8 +457,13 @@ class Filter(Part):
     task_level: int | None = None
     """Difficulty of a rollout's prompts, counted from 0, for a task that has levels; None leaves it to the task."""
 
+    @property
+    def replaces_groups(self) -> bool:
+        """True if other groups take the place of those whose completions are all dropped: further ones, or earlier ones."""
+        return self.refills or self.replays
+
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
-        if self.refills and "demonstration" in algorithm.all_needs:
+        if self.replaces_groups and "demonstration" in algorithm.all_needs:
             yield (
                 f"{type(self).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
                 "it would teach most: set DropZeroVariance(mode='drop'), or remove it"

@@ -68,6 +68,20 @@ class SamplingMask:
         return logits.masked_fill_(~left, -torch.inf)
 
 
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The k likeliest tokens of π_ref before each of n tokens, as a server tells them (`ExactKLToReference.top_k`)."""
+
+    ids: Tensor
+    """[n, k] int32."""
+    logp: Tensor
+    """[n, k] float32 nats."""
+
+    def select(self, tokens: Tensor) -> TopTokens:
+        """Return those before some of the tokens: [n] bool."""
+        return TopTokens(self.ids[tokens], self.logp[tokens])
+
+
 class _Tensors:
     """Base of records of tensors, most of them optional."""
 
@@ -179,6 +193,10 @@ class Batch(_Tensors):
     """[B] int64; the completions of a group that can be compared with each other have equal numbers, such as those of one role."""
     has_reference: Tensor | None = None
     """[B] bool; completions that π_ref has read, whose `logp_ref` counts (`Reference.templates`). None: all."""
+    top_ids_ref: Tensor | None = None
+    """[B, T, k] int32; `TopTokens.ids` before each token, of a π_ref behind a server. None: a learner evaluates π_ref."""
+    top_logp_ref: Tensor | None = None
+    """[B, T, k] nats; `TopTokens.logp`, with `top_ids_ref`."""
     reference_prompts: tuple[Tensor, ...] = ()
     """Token ids of the prompt after which π_ref reads each completion; () = the policy's own prompt."""
     routed_experts: Tensor | None = None
@@ -230,6 +248,13 @@ class Batch(_Tensors):
                 f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k] with "
                 f"[B, T] = {list(self.mask.shape)}"
             )
+        if self.top_ids_ref is not None or self.top_logp_ref is not None:
+            shapes = [None if x is None else x.shape for x in (self.top_ids_ref, self.top_logp_ref)]
+            if shapes[0] != shapes[1] or shapes[0] is None or shapes[0][:2] != self.mask.shape:
+                raise ConfigError(
+                    f"Batch.top_ids_ref and top_logp_ref have shapes {[None if x is None else list(x) for x in shapes]}, expected "
+                    f"[B, T, k] of both with [B, T] = {list(self.mask.shape)}"
+                )
         if self.sampling_mask_counts is not None and len(self.sampling_mask_ids) != len(self.mask):
             raise ConfigError(
                 f"Batch.sampling_mask_ids has {len(self.sampling_mask_ids)} entries, expected one for each of the "
@@ -300,7 +325,9 @@ class Batch(_Tensors):
 
     def without_texts(self) -> Batch:
         """Return a copy without what only a model reads: token ids, pictures, experts, sampling masks."""
-        texts: dict[str, Any] = dict.fromkeys(("prompts", "tokens", "routed_experts", "sampling_mask_counts"))
+        texts: dict[str, Any] = dict.fromkeys(
+            ("prompts", "tokens", "routed_experts", "sampling_mask_counts", "top_ids_ref", "top_logp_ref")
+        )
         for name in (
             "prompt_media",
             "completion_media",
@@ -348,6 +375,14 @@ class Batch(_Tensors):
             return None
         ids = torch.cat([self.sampling_mask_ids[i] for i in rows.tolist()])
         return SamplingMask(ids, self.sampling_mask_counts[rows].flatten()).select(self.mask[rows].flatten())
+
+    def top_tokens(self, rows: Tensor) -> TopTokens | None:
+        """Return π_ref's likeliest tokens before the sampled tokens of the completions `rows` (indices), in their order; None if
+        no server has told them."""
+        if self.top_ids_ref is None or self.top_logp_ref is None:
+            return None
+        mask = self.mask[rows]
+        return TopTokens(self.top_ids_ref[rows][mask], self.top_logp_ref[rows][mask])
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""

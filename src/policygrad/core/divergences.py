@@ -9,8 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from policygrad.core.batch import TopTokens
+
 Owner = Literal["policy", "reference"]
 Others = Literal["one", "none"]
+Over = Literal["sampled", "vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,28 @@ class Divergence:
     """Likeliest tokens that are compared one by one; 0 = all."""
     top_of: Owner = "policy"
     others: Others = "one"
+    over: Over = "sampled"
+    """sampled: over the tokens that top-k and top-p leave; vocabulary: over all, also where completions are sampled by these."""
 
     def compute(self, logp: Tensor, reference: Tensor) -> Tensor:
         """Return the divergence [n] from log π_θ [n, V], with its graph, and log π_ref [n, V]."""
         if 0 < self.top_k < logp.shape[-1]:
             chosen = (logp.detach() if self.top_of == "policy" else reference).topk(self.top_k, sorted=False).indices
             logp, reference = (self._reduce(x, chosen) for x in (logp, reference))
+        return self._compare(logp, reference)
+
+    def compute_top(self, logp: Tensor, top: TopTokens) -> Tensor:
+        """Return the divergence [n] from log π_θ [n, V], with its graph, and what is known of π_ref: its k likeliest tokens."""
+        known = top.logp.to(logp.dtype)
+        if self.others == "none":
+            known = known - known.logsumexp(-1, keepdim=True)
+        else:
+            left = 1 - top.logp.double().exp().sum(-1, keepdim=True)
+            known = torch.cat([known, left.clamp(min=LEAST_LEFT).log().to(logp.dtype)], -1)
+        return self._compare(self._reduce(logp, top.ids.long()), known)
+
+    def _compare(self, logp: Tensor, reference: Tensor) -> Tensor:
+        """Return the divergence [n] of two distributions over the same tokens."""
         if self.alpha == 1:
             return expectation(logp.exp(), logp - reference)
         if self.alpha == 0:
@@ -51,6 +70,9 @@ class Divergence:
 REVERSE_KL = Divergence()
 LEAST = -1e30
 """Nats of what has probability 0, where −∞ would make a derivative NaN."""
+
+LEAST_LEFT = 2.0**-24
+"""Probability that is left beside known ones: what float32 numbers that sum to 1 do not tell."""
 
 
 def expectation(p: Tensor, x: Tensor) -> Tensor:

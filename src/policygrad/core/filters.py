@@ -287,10 +287,10 @@ class Curriculum(Filter):
     needs: ClassVar[frozenset[str]] = frozenset({"example_id"})
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
-        if any(part.refills for part in algorithm.filters):
+        if replacing := [type(part).__name__ for part in algorithm.filters if part.replaces_groups]:
             yield (
-                f"{type(self).__name__} learns pass rates from a step's groups, and a filter that refills removes some of them "
-                "first: set DropZeroVariance(mode='drop'), or remove one of the two"
+                f"{type(self).__name__} learns pass rates from a step's groups, and {replacing[0]} replaces some of them first: "
+                "set DropZeroVariance(mode='drop'), or remove one of the two"
             )
 
     def __call__(self, batch: Batch) -> Batch:

@@ -116,11 +116,15 @@ class TruncatedIS(Correction):
 
     With `low` it is max(min(ρ, cap), low), as in OpenRLHF (models/loss.py) and NeMo-RL (loss_functions.py). With `normalise` the
     factors of an update have the mean 1: over its tokens, or over its completions at level 'sequence', as verl's
-    rollout_is_batch_normalize does over a rollout (trainer/ppo/rollout_corr_helper.py).
+    rollout_is_batch_normalize does over a rollout (trainer/ppo/rollout_corr_helper.py). At level 'mean' each token has the mean of
+    the bounded ρ over its completion's tokens, which says how far the completion is from π_old and not how likely it is: as in the
+    code of SDFT (Shenfeld et al. 2026, distil_trainer.py).
     """
 
     cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree", unbounded=True)
-    level: Level = choice(token="", sequence="")
+    level: Literal["token", "sequence", "mean"] = choice(
+        token="each its own", sequence="the product over a completion", mean="the mean of its tokens' bounded ρ"
+    )
     low: float = setting(0.0, "in [0, 1]", hint="ρ is 1 where sampler and learner agree")
     """Lower bound; 0: none."""
     normalise: bool = False
@@ -134,20 +138,26 @@ class TruncatedIS(Correction):
         bounded = "ρ" if (self.low, self.cap) == (0, math.inf) else bounded
         over = "tokens" if self.level == "token" else "completions"
         mean = f"/mean over {over}" if self.normalise else ""
+        if self.level == "mean":
+            return f"× mean_t {bounded}{mean},  ρ = π_old/μ per token"
         return f"× {bounded}{mean},  ρ = π_old/μ per {self.level}"
 
     def normaliser(self, batch: Batch) -> Tensor | None:
         if not self.normalise:
             return None
         factor, sampled = self._bounded(batch), batch.policy_tokens
-        is_sequence = self.level == "sequence"
+        is_sequence = self.level != "token"
         mean = masked.mean(
             factor[:, :1] if is_sequence else factor, sampled.any(1, keepdim=True) if is_sequence else sampled
         )
         return torch.where(mean > _SMALLEST_MEAN, mean, 1)
 
     def _bounded(self, batch: Batch) -> Tensor:
-        return sampler_ratio(batch, self, self.level).clamp(self.low, self.cap)
+        if self.level != "mean":
+            return sampler_ratio(batch, self, self.level).clamp(self.low, self.cap)
+        sampled, factor = batch.policy_tokens, sampler_ratio(batch, self, "token").clamp(self.low, self.cap)
+        mean = masked.apply_mask(factor, sampled).sum(1) / sampled.sum(1).clamp(min=1)
+        return torch.where(sampled.any(1), mean, 1)[:, None].expand(factor.shape)
 
     def __call__(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self._bounded(batch)

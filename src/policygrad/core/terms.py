@@ -14,7 +14,7 @@ from policygrad.core import masked
 from policygrad.core.aggregation import SequenceMean, TokenMean
 from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.divergences import Divergence, Others, Owner
+from policygrad.core.divergences import Divergence, Others, Over, Owner
 from policygrad.core.kl_controllers import AdaptiveBeta, PenaltyOnOld, Rule
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.core.ratios import (
@@ -376,7 +376,8 @@ class ExactKLToReference(LossTerm):
     between them   α·KL(π_ref‖M) + (1 − α)·KL(π_θ‖M),  M = α·π_ref + (1 − α)·π_θ, the generalised Jensen–Shannon divergence
 
     With a teacher as π_ref it is on-policy distillation without the variance of the sampled token, which `KLToReference` and
-    `TeacherLogRatio` have. The learner evaluates π_ref in every update. Only completions that π_ref has read count
+    `TeacherLogRatio` have. The learner evaluates π_ref in every update, or a server tells π_ref's likeliest tokens
+    once. Only completions that π_ref has read count
     (`Batch.has_reference`). Stale samples are corrected where the policy learns from this term, as the authors of SDPO do. D is
     exact in each state, so that a token's own ratio has mean 1 there and only lowers or raises its share; how likely the states
     are is in the product over a completion, `TruncatedIS(level="sequence")`.
@@ -397,6 +398,9 @@ class ExactKLToReference(LossTerm):
     """one: all other tokens together count as one. none: they are left out, and the others' probabilities sum to 1."""
     cap: float | None = setting(None, "above 0", "or None")
     """Multiply D at a token by min(π_θ/π_old, cap) of the sampled token; None: no ratio."""
+    over: Over = choice(sampled="the tokens that top-k and top-p leave", vocabulary="all tokens")
+    """Where completions are sampled by top-k or top-p, sampled compares the two models over the tokens that these leave, as every
+    other part does; vocabulary compares them over all, so that only the states are those of the narrower sampler."""
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
     multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
@@ -410,7 +414,7 @@ class ExactKLToReference(LossTerm):
 
     @property
     def divergence(self) -> Divergence:
-        return Divergence(self.alpha, self.top_k, self.top_of, self.others)
+        return Divergence(self.alpha, self.top_k, self.top_of, self.others, self.over)
 
     @property
     def formula(self) -> str:

@@ -218,8 +218,8 @@ def _find_order_conflicts(algorithm: Algorithm) -> Iterator[str]:
     for i, part in enumerate(algorithm.filters):
         if part.uses_group_statistics and not all(before.uses_group_statistics for before in algorithm.filters[:i]):
             yield f"{type(part).__name__} needs the task's scores of full groups: put it first in filters"
-        elif part.refills and i:
-            yield f"{type(part).__name__} decides which groups are resampled: put it first in filters, the only one that does"
+        elif part.replaces_groups and i:
+            yield f"{type(part).__name__} decides which groups are replaced: put it first in filters, the only one that does"
     yield from find_chain_conflicts(algorithm.advantage)
 
 

@@ -28,6 +28,11 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
             "completions: use trpo, its single-path variant"
         )
+    if any(part.replays for part in algorithm.filters):
+        return (
+            f"{algorithm.name} trains on groups of earlier steps, and the lab's steps come one by one: leave out its "
+            "replay buffer"
+        )
     if any(isinstance(link, RunningMean) and link.per == "sample" for link in algorithm.advantage):
         return (
             f"{algorithm.name} compares a completion with those before it (RunningMean, per='sample'), but the lab's steps have no "

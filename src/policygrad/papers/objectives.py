@@ -204,7 +204,7 @@ def describe_departure(algorithm: Algorithm, max_tokens: int | None = None) -> s
     """Return how an algorithm departs from the paper's objective of its name, or "" if it is exactly that.
 
     The algorithm may be a run's: with its state, with its budget in the parts' lengths, and with any group size, update rule,
-    critic and reference. Curricula and the limits of dynamic sampling do not matter either.
+    critic and reference. Curricula, a replay buffer and the limits of dynamic sampling do not matter either.
 
     Args:
         max_tokens: the generation budget that lengths must equal; None: any, but one for all parts.
@@ -228,7 +228,8 @@ Described = list[tuple[object, dict[str, object]]]  # parts as (class, settings 
 def _formula_parts(algorithm: Algorithm, field: str) -> Described:
     value = getattr(algorithm, field)
     parts = value if isinstance(value, tuple) else (value,)
-    return [_describe(part, algorithm.name) for part in parts if not isinstance(part, Curriculum)]
+    chosen = [part for part in parts if not isinstance(part, Curriculum) and not getattr(part, "replays", False)]
+    return [_describe(part, algorithm.name) for part in chosen]
 
 
 def _describe(part: object, name: str) -> tuple[object, dict[str, object]]:

@@ -271,6 +271,7 @@ SUMS = {
     "tokens/computed": "of these computed, shared ones once",
     "dynamic/leftover": "groups kept for the step after",
     "dynamic/discarded": "groups with spread discarded",
+    "replay/used": "groups of earlier steps trained on again",
     "updates/taken": "updates taken",
     "updates/skipped": "updates skipped",
     "publication/bytes": "bytes of weights published",
@@ -310,6 +311,8 @@ def compute_cost(group: Series) -> RunCost:
         notes.append(f"{1 - read / texts:.0%} of the tokens in updates were not computed again, as texts share them.")
     if carried := totals.get("dynamic/leftover"):
         notes.append(f"{format_count(carried)} leftover groups of a step were used in the next one.")
+    if replayed := totals.get("replay/used"):
+        notes.append(f"{format_count(replayed)} groups of earlier steps took the place of groups of equal rewards.")
     total_seconds = sum(step.values()) or 1.0
     return RunCost(
         group.label,

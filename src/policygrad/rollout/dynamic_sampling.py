@@ -34,8 +34,26 @@ class FilledStep:
     rounds: list[SamplingRound]  # at least one
     scoring: ScoringResult
     position: int  # index of the task's next example
-    leftover_groups: tuple[EpisodeGroup, ...]  # good groups beyond the step's size, for the next step
+    leftover_groups: tuple[
+        EpisodeGroup, ...
+    ]  # for the next step: good groups beyond this one's size, or a replay buffer's
     metrics: Metrics
+
+
+def fill_step(
+    sample: Callable[[int, int], SamplingRound],
+    prompts_per_step: int,
+    request: RolloutRequest,
+    replacing: Filter | None,
+) -> FilledStep:
+    """Sample a step, with other groups in the place of those that the filter drops: further ones, or those of a replay buffer."""
+    if replacing is not None and replacing.replays:
+        from policygrad.core.replay import ReplayBuffer
+        from policygrad.rollout.replay import sample_with_replay
+
+        assert isinstance(replacing, ReplayBuffer)
+        return sample_with_replay(sample, prompts_per_step, request, replacing)
+    return sample_until_full(sample, prompts_per_step, request, replacing)
 
 
 def sample_until_full(
@@ -98,12 +116,12 @@ def next_round_size(missing: int, good: int, seen: int, most: int) -> int:
 
 
 def groups_to_drop(
-    groups: Sequence[EpisodeGroup], batch: Batch, refilling: Filter | None, evaluate: EvaluateFn | None
+    groups: Sequence[EpisodeGroup], batch: Batch, replacing: Filter | None, evaluate: EvaluateFn | None
 ) -> tuple[bool, ...]:
-    """Return, per group, True if the refilling filter drops every episode that was scored."""
-    if refilling is None:
+    """Return, per group, True if the filter that replaces groups drops every episode that was scored."""
+    if replacing is None:
         return (False,) * len(groups)
-    out = refilling.find_dropped(fill_required_fields(batch, refilling.needs, evaluate))
+    out = replacing.find_dropped(fill_required_fields(batch, replacing.needs, evaluate))
     out, failed = (x.view(len(groups), -1) for x in (out, ~batch.mask.any(1)))
     return tuple(((out | failed).all(1) & out.any(1)).tolist())
 

@@ -25,8 +25,8 @@ from policygrad.rollout.dynamic_sampling import (
     EvaluateFn,
     SamplingRound,
     fill_required_fields,
+    fill_step,
     groups_to_drop,
-    sample_until_full,
 )
 from policygrad.rollout.environment import DEFAULT_TIMEOUT, SingleTurn, find_capabilities
 from policygrad.rollout.providers import (
@@ -78,7 +78,7 @@ class Rollout:
     messages: tuple[str, ...] = ()
     """Reward failures, one message per kind, and a note when dynamic sampling could not fill the step."""
     leftover_groups: tuple[EpisodeGroup, ...] = ()
-    """Groups beyond the step's size, which the next step begins with."""
+    """Groups that wait for the next rollout: those beyond the step's size, which it begins with, or a replay buffer's."""
 
     @property
     def prompts(self) -> tuple[Any, ...]:
@@ -175,10 +175,10 @@ class Rollouter:
 
         A filter that refills (dynamic sampling) drops groups and samples further prompts, at most `sampling_rounds` times the
         step's. If the step is still not full, dropped groups fill it with weight 0, the others are reweighted, and a note
-        reports it.
+        reports it. A replay buffer puts groups of earlier steps in their place.
 
         Args:
-            request: Step, position in the task, and leftover groups of the previous rollout, for filters that keep them.
+            request: Step, position in the task, and leftover groups of the previous rollout, for filters that keep groups.
             evaluate: The learner's `evaluate`, which fills the batch fields that filters need.
         """
         needs = algorithm.all_needs
@@ -191,7 +191,7 @@ class Rollouter:
             tokenizer = provider.prepare_tokenizer(tokenizer)
         if tokenizer is not self.tokenizer:
             return replace(self, tokenizer=tokenizer).collect(algorithm, config, request, evaluate)
-        refilling = next((part for part in algorithm.filters if part.refills), None)
+        replacing = next((part for part in algorithm.filters if part.replaces_groups), None)
         excluded = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
         level = next((part.task_level for part in algorithm.filters if part.task_level is not None), 0)
 
@@ -212,12 +212,12 @@ class Rollouter:
             )
             scoring |= ScoringResult(messages=(ALL_EXCLUDED_NOTE,) * all_excluded) | step_scoring
             batch = batch_groups(groups)
-            dropped = groups_to_drop(groups, batch, refilling, evaluate)
+            dropped = groups_to_drop(groups, batch, replacing, evaluate)
             return SamplingRound(groups, batch, dropped, scoring, chosen[-1][0] + 1)
 
         context = ProviderContext(needs, request.step, config.sampling, self.tokenizer, self.play, self._score)
         with self.lock:
-            step = sample_until_full(sample, config.prompts_per_step, request, refilling)
+            step = fill_step(sample, config.prompts_per_step, request, replacing)
             reuse = step.groups == list(step.rounds[0].groups) and not ON_REQUEST & needs
             batch = step.rounds[0].batch if reuse else batch_groups(step.groups, needs)
             collected = Collected(batch, step.groups, step.scoring)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from policygrad.core.auxiliary import Reference
 from policygrad.core.batch import Batch
@@ -17,6 +16,7 @@ from policygrad.errors import ConfigError, DataError
 from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, Stage
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.samplers.base import TokenScores
 from policygrad.tasks.base import Example
 from policygrad.utils.async_runner import AsyncRunner, gather_or_cancel
 from policygrad.utils.spans import span
@@ -27,8 +27,8 @@ TEACHER_COLUMN = "teacher"
 class TokenScorer(Protocol):
     """A model that scores given tokens, such as one behind a server."""
 
-    async def score(self, ids: Sequence[int], start: int) -> Tensor:
-        """Return the log-probability of each of the tokens ids[start:], [n] nats."""
+    async def score(self, ids: Sequence[int], start: int) -> TokenScores:
+        """Return the log-probability of each of the tokens ids[start:], and the likeliest in its place if the run needs them."""
 
     def pop_retries(self) -> int:
         """Return how many requests were sent again since the last call."""
@@ -48,11 +48,14 @@ class TeacherPositions(FieldProvider):
 
 @dataclass(frozen=True, eq=False)
 class ServedTeachers(FieldProvider):
-    """Fills `Batch.logp_ref` from the teachers that are behind servers; a learner fills it from those in memory."""
+    """Fills `Batch.logp_ref` from the teachers that are behind servers, and their likeliest tokens if a term compares with them; a
+    learner fills `logp_ref` from those in memory."""
 
     servers: Mapping[int, TokenScorer]
     """By position in `Reference.teachers`; the only one of `Reference.model` has position 0."""
     run_async: AsyncRunner
+    top_k: int = 0
+    """Likeliest tokens that each server tells (`Batch.top_ids_ref`)."""
     stage: ClassVar[Stage] = Stage.TEACHING
 
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:
@@ -74,6 +77,8 @@ class ServedTeachers(FieldProvider):
             )
         started = time.perf_counter()
         logp = torch.zeros(batch.mask.shape)
+        top_logp = torch.zeros(*batch.mask.shape, self.top_k)
+        ids = torch.zeros_like(top_logp, dtype=torch.int32)
         requests = dict[tuple[int, tuple[int, ...], int], list[tuple[int, list[int]]]]()  # to the places of its results
         for row in batch.mask.any(1).nonzero()[:, 0].tolist():
             teacher = 0 if batch.teacher is None else int(batch.teacher[row])
@@ -81,18 +86,21 @@ class ServedTeachers(FieldProvider):
                 for text in split_texts(batch, row):
                     requests.setdefault((teacher, tuple(text.ids), text.start), []).append((row, text.places))
 
-        async def score_all() -> list[Tensor]:
-            return await gather_or_cancel(self.servers[teacher].score(ids, start) for teacher, ids, start in requests)
+        async def score_all() -> list[TokenScores]:
+            return await gather_or_cancel(self.servers[teacher].score(text, start) for teacher, text, start in requests)
 
         for scores, targets in zip(self.run_async(score_all()) if requests else (), requests.values(), strict=True):
             for row, places in targets:
-                logp[row, places] = scores
+                logp[row, places] = scores.logp
+                if scores.top is not None:
+                    ids[row, places], top_logp[row, places] = scores.top.ids, scores.top.logp
         retries = sum(server.pop_retries() for server in self.servers.values())
         metrics: Metrics = {
             "time/teacher": Sum(time.perf_counter() - started),
             "teacher/retries": Sum(float(retries)),
         }
-        return replace(batch, logp_ref=logp.masked_fill(~batch.mask, 0.0)), metrics
+        batch = replace(batch, logp_ref=logp.masked_fill(~batch.mask, 0.0))
+        return (replace(batch, top_ids_ref=ids, top_logp_ref=top_logp) if self.top_k else batch), metrics
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class RolloutRequest:
 
     step: int = 1
     position: int = 0  # index of the task's next example
-    leftover_groups: Sequence[EpisodeGroup] = ()  # groups left over by the rollout before
+    leftover_groups: Sequence[EpisodeGroup] = ()  # groups that the rollout before has left for this one
 
 
 def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:

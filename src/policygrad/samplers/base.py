@@ -11,13 +11,23 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.batch import SamplingMask
+from policygrad.core.batch import SamplingMask, TopTokens
 from policygrad.core.media import TextMedia
 from policygrad.core.metrics import Metrics
 from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
 from policygrad.utils.field_types import check_field_types
 from policygrad.weight_sync.base import PublishedWeights
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """What a model says of n given tokens."""
+
+    logp: Tensor
+    """[n] float32 nats, the log-probability of each."""
+    top: TopTokens | None = None
+    """The likeliest tokens in place of each, where these were asked for."""
 
 
 @dataclass(frozen=True)

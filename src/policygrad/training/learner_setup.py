@@ -120,8 +120,9 @@ def connect_teachers(
     if reference.teachers:
         for example in task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]:
             find_teacher(example, list(reference.models), example.source or "an example")
+    top_k = max((term.divergence.top_k for term in run.algorithm.terms if "kl_ref" in term.forward_needs), default=0)
     servers = {
-        i: TeacherServer(address, tokenizer, run.teacher_server, phase)
+        i: TeacherServer(address, tokenizer, run.teacher_server, phase, top_k=top_k)
         for i, address in enumerate(reference.models.values())
         if is_server(address)
     }
@@ -132,7 +133,7 @@ def connect_teachers(
     for server in servers.values():
         stack.callback(partial(_run_closing, run_async, server))
         run_async(server.connect(max(lengths, default=0) + max_tokens))
-    return ServedTeachers(servers, run_async)
+    return ServedTeachers(servers, run_async, top_k)
 
 
 def _run_closing(run_async: AsyncRunner, server: TeacherServer) -> None:

@@ -35,7 +35,7 @@ class Progress:
     tokens: int = 0  # tokens sampled so far, including those of dropped completions
     seconds: float = 0.0  # time spent in rollouts and updates
     leftover_groups: tuple[EpisodeGroup, ...] = ()
-    """Sampled and scored groups that no step has trained on; the next rollout starts with them."""
+    """Sampled and scored groups that wait for the next rollout: those that no step has trained on, or a replay buffer's."""
     queued_rollouts: tuple[Rollout, ...] = ()
     """Rollouts sampled ahead for the next steps (`Run.max_staleness`); `position` and `leftover_groups` are those after them."""
 

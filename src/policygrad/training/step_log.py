@@ -136,8 +136,8 @@ def build_step_notes(
     if 0 < groups < minibatches:
         text = f"the rollout has {groups} group{'s' * (groups > 1)} left for {minibatches} minibatches of whole groups"
         notes.append((f"{text}: one update per group and epoch", "fewer groups than minibatches"))
-    if values.get("dynamic/leftover"):
-        pass  # leftover groups are stale by design (DropZeroVariance.keep_leftovers), and the metric shows it
+    if values.get("dynamic/leftover") or values.get("replay/used"):
+        pass  # such groups are stale by design (DropZeroVariance.keep_leftovers, ReplayBuffer), and the metrics show it
     elif values.get("staleness/max"):
         count = values["staleness/max"]
         text = f"the rollout is up to {count:.0f} version{'s' * (count > 1)} older than the weights it trains"

@@ -162,11 +162,12 @@ def _check_groups(files: RunFiles) -> Iterator[Finding]:
 
 
 def _check_sums(files: RunFiles) -> Finding:
-    """Check that a step's metrics are those of its completions, where everything sampled was trained on."""
+    """Check that a step's metrics are those of its completions, where everything sampled was trained on, and nothing else."""
     compared, has_extra_samples = 0, any(part.extra_samples for part in files.run.algorithm.parts())
     for step, rows in files.completions.items():
         logged = files.metrics.get(step, {})
-        complete = logged.get("completions/sampled") == len(rows) and not logged.get("dynamic/leftover")
+        has_earlier = logged.get("dynamic/leftover") or logged.get("replay/used")
+        complete = logged.get("completions/sampled") == len(rows) and not has_earlier
         if not complete or any(row.get("demonstration") for row in rows):
             continue
         lengths = [row["tokens"] for row in rows]

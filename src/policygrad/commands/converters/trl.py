@@ -31,6 +31,7 @@ from policygrad.errors import ConfigError
 
 TRAINER = IMPLIED  # the script, or the class of the configuration
 PROCESSES = "num_processes"  # of accelerate
+REPLAY, REPLAY_SIZE = "replay_buffer_size", 64
 _SHARED = {
     "learning_rate": 1e-6,
     "per_device_train_batch_size": 8,
@@ -133,7 +134,8 @@ def find_trainer(name: str) -> str | None:
         ConfigError: It trains without a policy gradient.
     """
     stem = re.sub(r"config$", "", name.rpartition("/")[2].removesuffix(".py").lower())
-    stem = {"asyncgrpo": "async_grpo", "onlinedpo": "online_dpo", "nashmd": "nash_md"}.get(stem, stem)
+    words = {"asyncgrpo": "async_grpo", "onlinedpo": "online_dpo", "nashmd": "nash_md", "grpowithreplaybuffer": "grpo"}
+    stem = words.get(stem, stem)
     for beginning, trainer in SCRIPTS.items():
         if re.match(rf"{beginning}(_|$)", stem):
             return trainer
@@ -173,6 +175,8 @@ def read_script(tree: ast.Module, given: list[Setting] | None = None) -> list[Se
             if word.arg is not None:
                 value = _read_argument(word.value, defaults, tree)
                 settings.append(Setting(word.arg, value, f"{word.arg}={ast.unparse(word.value)}", word.value.lineno))
+        if "ReplayBuffer" in name and REPLAY not in {setting.name for setting in settings}:
+            settings.append(Setting(REPLAY, REPLAY_SIZE, f"{name}(…)", call.lineno))
         return settings
     return []
 
@@ -338,12 +342,17 @@ def _answer_corrections(options: Options) -> Iterator[Outcome]:
     if not parts:
         yield Line("algorithm.corrections", [], ())
     masked = "mask_truncated_completions"
+    replays = REPLAY in options and options.count(REPLAY) > 0
+    if replays:
+        note = "groups are kept for ReplayBuffer.max_age steps, and corrected for their age"
+        yield Line("algorithm.filters.ReplayBuffer", None, (REPLAY,), note)
+        yield options.count_line("algorithm.filters.ReplayBuffer.size", REPLAY)
     if options.flag(masked):
         note = "TRL goes on dividing by all completions with loss_type grpo, dr_grpo and sapo"
         yield Line("algorithm.filters.MaskTruncated", None, (masked,), note)
         yield Line("algorithm.filters.MaskTruncated.keep_in_statistics", True, (masked,))
-    else:
-        yield Line("algorithm.filters", [], (masked,) if masked in options else ())
+    elif not replays:
+        yield Line("algorithm.filters", [], tuple(name for name in (masked, REPLAY) if name in options))
     if options.flag("sync_ref_model") and options.number("beta") == 0:
         yield Left("sync_ref_model", "without a KL no reference is used")
     elif options.flag("sync_ref_model"):
@@ -625,7 +634,7 @@ RULES = (
     Rule(
         f"{TRAINER} loss_type scale_rewards importance_sampling_level beta epsilon* delta sapo_temperature_* "
         "entropy_coef top_entropy_quantile off_policy_mask_threshold vllm_importance_sampling_* "
-        "mask_truncated_completions sync_ref_model ref_model_sync_steps normalize_advantages kl_coef cliprange* "
+        "mask_truncated_completions replay_buffer_size sync_ref_model ref_model_sync_steps normalize_advantages kl_coef cliprange* "
         "vf_coef gamma lam teacher_model_name_or_path",
         answer_algorithm,
     ),

@@ -135,12 +135,13 @@ def divide_nodes(cost: Ints, size: int) -> list[Ints]:
 
 def _keep_tokens(part: Pack, mask: Tensor) -> Pack:
     """Return a pack of which only the tokens on a mask [b, T] are predicted."""
-    left, reference = part.sampling_mask, part.reference
+    left, top, reference = part.sampling_mask, part.reference_top, part.reference
     return replace(
         part,
         mask=mask,
         tokens=torch.where(mask, part.tokens, 0),
         sampling_mask=None if left is None else left.select(mask[part.mask]),
+        reference_top=None if top is None else top.select(mask[part.mask]),
         reference=None if reference is None else replace(reference, mask=mask),
     )
 

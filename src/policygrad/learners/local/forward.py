@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from policygrad.core.batch import Batch, Forward
+from policygrad.core.batch import Batch, Forward, TopTokens
 from policygrad.core.divergences import REVERSE_KL, Divergence, expectation
 from policygrad.core.media import Media
 from policygrad.learners.config import AUTO, LearnerConfig
@@ -272,9 +272,15 @@ def compute_exact(
     temperature: float,
     reference: Tensor | None = None,
     divergence: Divergence = REVERSE_KL,
+    top: TopTokens | None = None,
+    whole: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), kl_ref,
-    the `divergence` from π_ref, and sum_pi_squared = Σ π², without graph."""
+    the `divergence` from π_ref, or from what `top` tells of it, and sum_pi_squared = Σ π², without graph.
+
+    Args:
+        whole: Logits for kl_ref; None = the same.
+    """
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
@@ -283,8 +289,12 @@ def compute_exact(
         elif name == "sum_pi_squared":
             out.append((2 * logp.detach()).exp().sum(-1))
         elif name == "kl_ref":
+            compared = logp if whole is None else scale_logits(whole, temperature).log_softmax(-1)
+            if top is not None:
+                out.append(divergence.compute_top(compared, top))
+                continue
             assert reference is not None  # checked by `Evaluator.forward`
-            out.append(divergence.compute(logp, scale_logits(reference, temperature).log_softmax(-1)))
+            out.append(divergence.compute(compared, scale_logits(reference, temperature).log_softmax(-1)))
         else:
             assert old is not None  # likewise
             before = scale_logits(old, temperature).log_softmax(-1)
@@ -377,7 +387,8 @@ class Evaluator:
         Args:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = the `divergence` from π_ref, sum_pi_squared = Σ π² (without graph).
             old: Evaluator of π_old.
-            reference: Evaluator of π_ref, which reads `part.reference` if there is one.
+            reference: Evaluator of π_ref, which reads `part.reference` if there is one; None where `part.reference_top` has what a
+                server tells.
             divergence: From π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
 
@@ -391,7 +402,7 @@ class Evaluator:
             )
         if "kl_old" in names and old is None:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
-        if "kl_ref" in names and reference is None:
+        if "kl_ref" in names and reference is None and part.reference_top is None:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
         part = self.share(part)
         read = part if part.reference is None else part.reference  # by π_ref
@@ -400,7 +411,7 @@ class Evaluator:
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
         network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
-        if isinstance(head, nn.Linear) and type(head) in FUSED_HEADS and not compared:
+        if isinstance(head, nn.Linear) and type(head) in FUSED_HEADS and not compared and "kl_ref" not in names:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
                 states,
@@ -419,22 +430,29 @@ class Evaluator:
                     other.states(pack).index_select(0, pack.predictor[pack.mask]) for other, pack in compared
                 ]
 
-            def compute(places: Tensor, tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
+            top = part.reference_top if reference is None and "kl_ref" in names else None
+            reads_reference = "kl_ref" in names and top is None
+
+            def compute(places: Tensor, tokens: Tensor, states: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
                 def mask(logits: Tensor) -> Tensor:
                     left = part.sampling_mask
                     return logits if left is None or not len(places) else left.apply_(logits.clone(), int(places[0]))
 
-                logits = mask(network.logits(states))
+                all_logits = network.logits(states)
+                logits, is_whole = mask(all_logits), divergence.over == "vocabulary"
                 with torch.no_grad():
-                    fixed = [
-                        mask(other.network.logits(x)) for (other, _), x in zip(compared, other_states, strict=True)
-                    ]
-                old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
+                    fixed = [other.network.logits(x) for (other, _), x in zip(compared, others, strict=False)]
+                    old = mask(fixed[0]) if "kl_old" in names else None
+                    reference = fixed[-1] if reads_reference else None
+                    reference = reference if reference is None or is_whole else mask(reference)
+                known = None if top is None else TopTokens(*others[-2:])
+                whole = None if part.sampling_mask is None or not is_whole else all_logits
                 logp = selected_logp(logits, tokens, temperature)
-                return logp, *compute_exact(logits, old, names, temperature, reference, divergence)
+                return logp, *compute_exact(logits, old, names, temperature, reference, divergence, known, whole)
 
             places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)
+            columns += () if top is None else (top.ids, top.logp)
             size = max(1, MAX_LOGITS // network.width(states))
             recomputed = partial(checkpoint, compute, use_reentrant=False)
             run = recomputed if torch.is_grad_enabled() and len(index) > size else compute

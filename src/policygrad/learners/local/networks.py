@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from policygrad.core.batch import Batch, Forward
+from policygrad.core.batch import Batch, Forward, TopTokens
 from policygrad.core.divergences import REVERSE_KL, Divergence
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.learners.config import LearnerConfig
@@ -68,6 +68,9 @@ class TrainedNetworks:
         """Return a pass of the evaluator that adds nothing to any gradient."""
 
         def run(part: Pack) -> None:
+            if "kl_ref" in needs and self.reference is None:  # a server's tokens, which such a pass has not
+                nothing = part.tokens.new_zeros((int(part.mask.sum()), 1))
+                part = replace(part, reference_top=TopTokens(nothing, nothing.to(part.reads)))
             with evaluator.network.uncounted(), backward_mode(evaluator.model, self.config.gradient_checkpointing):
                 backward_zero(evaluator.forward(part, needs, self.old, self.reference, divergence=self.divergence).logp)
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from policygrad.core.batch import Batch, SamplingMask
+from policygrad.core.batch import Batch, SamplingMask, TopTokens
 from policygrad.core.media import Media, TextMedia, select_media
 from policygrad.core.metrics import Metrics
 from policygrad.errors import DataError
@@ -226,6 +226,8 @@ class Pack:
     """[N] bool, True for the nodes whose experts are counted; None = all."""
     sampling_mask: SamplingMask | None = None
     """For the tokens on `mask`, row by row; None = every token was possible."""
+    reference_top: TopTokens | None = None
+    """π_ref's likeliest tokens before the tokens on `mask`, row by row, where a server tells them."""
     slots: Tensor | None = None
     """[N] bool, the nodes that stand for a part of a picture; None = no pictures."""
     media: tuple[TextMedia, ...] = ()
@@ -269,6 +271,8 @@ class Pack:
         changed: dict[str, Any] = {name: function(x) for name, x in tensors.items()}
         if (left := self.sampling_mask) is not None:
             changed["sampling_mask"] = SamplingMask(function(left.ids), function(left.counts))
+        if (top := self.reference_top) is not None:
+            changed["reference_top"] = TopTokens(function(top.ids), function(top.logp))
         if self.reference is not None:
             changed["reference"] = self.reference.map(function)
         parts = (x if x.pack is None else replace(x, pack=x.pack.map(function)) for x in self.parts)
@@ -543,6 +547,7 @@ def _layout_tree(batch: Batch, texts: TokenSequences) -> Pack:
         tree=AttentionTree(distinct_paths, lengths, skip),
         routes=routes,
         sampling_mask=batch.sampling_mask(rows),
+        reference_top=batch.top_tokens(rows),
         slots=slots,
         media=media,
     )

@@ -141,6 +141,8 @@ class EngineSampler(ABC):
     """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
     """True if completions have `Generation.sampling_mask` where `Request.needs_mask` is set."""
+    top_k_option: ClassVar[str] = ""
+    """How a server is started that tells the `{k}` likeliest tokens of `score`, as a sentence; "" = any k."""
     scores_tokens: ClassVar[bool] = False
     """True if servers return the log-probabilities of given tokens: `score`. A teacher may be behind one (teachers.py)."""
     supports_pictures: ClassVar[bool] = False
@@ -242,13 +244,16 @@ class EngineSampler(ABC):
         raise ConfigError(f"policygrad does not start servers of {cls.name}. {cls.launch_hint}")
 
     @classmethod
-    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+    async def score(
+        cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> tuple[list[float], list[dict[int, float]]]:
         """Return the log-probabilities of the tokens ids[start:], nats, each after all before it, under softmax(logits) over the
-        full vocabulary; only for an engine with `scores_tokens`.
+        full vocabulary, and those of the likeliest tokens in its place by id; only for an engine with `scores_tokens`.
 
         Args:
             model: The model's name on the server.
             start: Number of tokens at the beginning that are not scored, at least 1.
+            top_k: How many of the likeliest tokens are wanted; the server may tell more.
         """
         raise NotImplementedError
 

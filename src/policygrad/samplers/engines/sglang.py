@@ -154,17 +154,24 @@ class SglangSampler(EngineSampler):
         return [f"sglang[all]=={VERSION}.*"]
 
     @classmethod
-    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+    async def score(
+        cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> tuple[list[float], list[dict[int, float]]]:
         # at temperature 1 those before and after the temperature are the same. Entries are [log-probability, id, text], and the
         # first may be that of the token before the first one with a log-probability
         body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True, "logprob_start_len": start - 1}
+        body |= {"top_logprobs_num": top_k} if top_k else {}
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         reply = await http.post(f"{url}/generate", body | {"sampling_params": sampling, "stream": False})
         with reading_reply(url, cls.name):
             entries = reply["meta_info"]["input_token_logprobs"][-len(ids[start:]) :]
             if [int(entry[1]) for entry in entries] != list(ids[start:]):
                 raise EngineError(f"{url} returns log-probabilities of other tokens than it was given")
-            return [entry[0] for entry in entries]
+            given, likeliest = [entry[0] for entry in entries], list[dict[int, float]]()
+            if top_k:
+                listed = reply["meta_info"]["input_top_logprobs"][-len(ids[start:]) :]
+                likeliest = [{int(i): logp for logp, i, *_ in place} for place in listed]
+            return given, likeliest
 
     def weight_writer(self) -> WeightWriter:
         return make_safetensors_writer(self.model, self.tokenizer)

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from policygrad.core.batch import TopTokens
 from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.samplers.base import TokenScores
 from policygrad.samplers.config import TeacherServerConfig
 from policygrad.samplers.engines.base import REQUEST_TIMEOUT, EngineSampler
 from policygrad.samplers.engines.http import HttpClient, RequestRefusedError
@@ -30,6 +31,7 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 PROBE_TEXTS, PROBE_LENGTH = 16, 64
 """Texts of random tokens that the tokenizers are compared on, and the tokens of each; and as many added tokens at a time."""
 MIN_LOGP, MAX_LOGP = -9000.0, 1e-4  # nats; vLLM sends -9999 for -inf, and rounding may exceed 0
+_MAX_EXCESS = 1e-2  # of a sum of probabilities above 1, by the rounding of a served precision
 _STREAM = 0x74656163
 _UNAUTHORIZED = (401, 403)
 
@@ -55,12 +57,14 @@ class TeacherServer:
         config: TeacherServerConfig,
         on_progress: ProgressCallback = ignore_progress,
         transport: Any = None,
+        top_k: int = 0,
     ) -> None:
         """
         Args:
             tokenizer: The policy's.
             on_progress: Called while the server is unavailable.
             transport: An httpx transport to use instead of the network.
+            top_k: Likeliest tokens to ask for in place of each token.
 
         Raises:
             EngineError: httpx is not installed.
@@ -68,6 +72,7 @@ class TeacherServer:
         url, _, self.model_name = address.partition("#")
         self.url, self.tokenizer, self.config = url.rstrip("/").removesuffix("/v1"), tokenizer, config
         self.served: ServedModel | None = None
+        self.top_k = top_k
         self.http = HttpClient(config.timeout, transport, os.environ.get(config.api_key, ""))
         self._pool = ServerPool(
             [self.url],
@@ -90,8 +95,8 @@ class TeacherServer:
         await self._pool.ready()
         self._check_length(longest)
 
-    async def score(self, ids: Sequence[int], start: int) -> Tensor:
-        """Return the log-probability of each of the tokens ids[start:], [n] float32 nats, at temperature 1.
+    async def score(self, ids: Sequence[int], start: int) -> TokenScores:
+        """Return the log-probability of each of the tokens ids[start:] at temperature 1, and the `top_k` likeliest in its place.
 
         Raises:
             EngineError: The server does not come back in time, refuses the request, or sends invalid replies.
@@ -109,9 +114,20 @@ class TeacherServer:
         await self._pool.close()
         await self.http.close()
 
-    async def _score_at(self, ids: Sequence[int], start: int, server: EngineServer) -> Tensor:
+    async def _score_at(self, ids: Sequence[int], start: int, server: EngineServer) -> TokenScores:
         assert self.served is not None  # a server is ready once it is prepared
-        values = await self.served.engine.score(self.http, server.url, self.served.name, ids, start)
+        engine, k = self.served.engine, self.top_k
+        try:
+            values, likeliest = await engine.score(self.http, server.url, self.served.name, ids, start, k)
+        except RequestRefusedError as error:
+            if not k or error.status in _UNAUTHORIZED:
+                raise
+            option = engine.top_k_option.format(k=k)
+            remedy = f": {option}, or lower top_k" if option else ": lower top_k"
+            raise EngineError(
+                f"the teacher at {server.url} was asked for its {k} likeliest tokens (ExactKLToReference.top_k): {error}. If it "
+                f"does not tell so many{remedy}"
+            ) from error
         if len(values) != len(ids) - start:
             raise EngineError(f"{server.url} returns {len(values)} log-probabilities for {len(ids) - start} tokens")
         if bad := [
@@ -121,7 +137,8 @@ class TeacherServer:
                 f"{server.url} returns {bad[0]} as a log-probability of a given token: it is none. Start it with "
                 "log-probabilities, not logits, in a precision that does not overflow"
             )
-        return torch.tensor(values, dtype=torch.float32).clamp(max=0.0)
+        top = _choose_top(likeliest, len(values), k, server.url, engine) if k else None
+        return TokenScores(torch.tensor(values, dtype=torch.float32).clamp(max=0.0), top)
 
     async def _prepare(self, server: EngineServer) -> None:
         """Find the engine and its model, and check them."""
@@ -201,6 +218,35 @@ class TeacherServer:
                     f"{tokens[0]}, in the policy's tokens and with {tokens[1]} in the teacher's. Use a teacher with the policy's "
                     "tokenizer, for example of the same family"
                 )
+
+
+def _choose_top(
+    likeliest: list[dict[int, float]], number: int, k: int, url: str, engine: type[EngineSampler]
+) -> TopTokens:
+    """Return the k likeliest of the tokens that a server tells in place of each of `number` tokens; of equal ones the smaller ids.
+
+    Raises:
+        EngineError: It tells fewer, or what are no log-probabilities of one distribution.
+    """
+    fewest = min(map(len, likeliest), default=k)
+    if len(likeliest) != number or fewest < k:
+        told = f"{fewest}" if len(likeliest) == number else f"those of {len(likeliest)} tokens of {number}"
+        option = engine.top_k_option.format(k=k)
+        raise EngineError(
+            f"the teacher at {url} was asked for its {k} likeliest tokens (ExactKLToReference.top_k) and tells {told}: "
+            + (f"{option}, or " if option else "")
+            + f"set top_k to {fewest or 1} at most"
+        )
+    chosen = [sorted(tokens.items(), key=lambda pair: (-pair[1], pair[0]))[:k] for tokens in likeliest]
+    logp = torch.tensor([[x for _, x in row] for row in chosen], dtype=torch.float32).view(-1, k)
+    if bool((logp.isnan() | (logp > MAX_LOGP)).any()) or bool((logp.double().exp().sum(1) > 1 + _MAX_EXCESS).any()):
+        raise EngineError(
+            f"the teacher at {url} tells likeliest tokens whose probabilities sum to more than 1: start it with log-probabilities, "
+            "not logits"
+        )
+    return TopTokens(
+        torch.tensor([[i for i, _ in row] for row in chosen], dtype=torch.int32).view(-1, k), logp.clamp(max=0)
+    )
 
 
 def make_probe_texts(hf: Any) -> list[str]:

@@ -124,6 +124,7 @@ class VllmSampler(EngineSampler):
     returns_routed_experts = True
     returns_sampling_masks = True
     scores_tokens = True
+    top_k_option = "start vLLM with --max-logprobs {k}, which is 20 by default"
     supports_pictures = True
     lora_route = "/v1"
     transfer_class = VllmTransfer
@@ -189,18 +190,25 @@ class VllmSampler(EngineSampler):
         return [f"vllm=={VERSION}"] if has_gpu else on_cpu
 
     @classmethod
-    async def score(cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int) -> list[float]:
+    async def score(
+        cls, http: HttpClient, url: str, model: str, ids: Sequence[int], start: int, top_k: int = 0
+    ) -> tuple[list[float], list[dict[int, float]]]:
         # `prompt_logprobs` skip temperature and sampling parameters, under raw_logprobs and processed_logprobs alike
-        # (vllm/v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`). 0 further tokens beside each; one is sampled, the least
-        # that a request may
-        body = {"model": model, "prompt": list(ids), "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        # (vllm/v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`). An entry has the k likeliest tokens, and the given
+        # one if it is not among them; one token is sampled, the least that a request may
+        body = {"model": model, "prompt": list(ids), "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 1.0}
         reply = await http.post(f"{url}/v1/completions", body | {"add_special_tokens": False, "stream": False})
         with reading_reply(url, cls.name):
             try:
                 entries = reply["choices"][0]["prompt_logprobs"]
                 if len(entries) != len(ids):
                     raise EngineError(f"{url} returns log-probabilities of {len(entries)} tokens for {len(ids)}")
-                return [entry[str(token)]["logprob"] for token, entry in zip(ids[start:], entries[start:], strict=True)]
+                given = [
+                    entry[str(token)]["logprob"] for token, entry in zip(ids[start:], entries[start:], strict=True)
+                ]
+                if not top_k:
+                    return given, []
+                return given, [{int(i): x["logprob"] for i, x in entry.items()} for entry in entries[start:]]
             except KeyError as error:
                 raise EngineError(f"{url} returns no log-probability of the token {error} that it was given") from error
 
