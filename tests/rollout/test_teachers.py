@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import policygrad as pg
 from policygrad.core.media import Media
 from policygrad.rollout.teachers import ServedTeachers, add_teacher_positions, find_teacher, split_texts
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.samplers.base import TokenScores
 from policygrad.tasks.base import Example
 from policygrad.utils.async_runner import AsyncRunner
 
@@ -26,13 +26,13 @@ class Scorer:
         self.together, self.open = together, 0
         self.changed = asyncio.Condition()
 
-    async def score(self, ids: Sequence[int], start: int) -> Tensor:
+    async def score(self, ids: Sequence[int], start: int) -> TokenScores:
         self.requests.append((list(ids), start))
         async with self.changed:
             self.open += 1
             self.changed.notify_all()
             await self.changed.wait_for(lambda: self.open >= self.together)
-        return torch.tensor([-(i + ids[i] / 1000) for i in range(start, len(ids))])
+        return TokenScores(torch.tensor([-(i + ids[i] / 1000) for i in range(start, len(ids))]))
 
     def pop_retries(self) -> int:
         return 2
