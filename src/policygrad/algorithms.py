@@ -260,7 +260,7 @@ GMPO = replace(GRPO, name="gmpo", gate=GeometricMean(0.4, 0.4), terms=(), update
 DPPO = replace(
     DR_GRPO,
     name="dppo",
-    gate=DivergenceClip("tv", 0.15),
+    gate=DivergenceClip("tv", 0.15, c=10_000.0),
     update_rule=GradientSteps(minibatches=8),
     old_policy="sampler",
 )
