@@ -112,6 +112,8 @@ def running_mean_of_roles(prompts: Prompts, max_tokens: int) -> Tensor:
 ROWS: dict[str, Variant] = {
     name: (pg.ALGORITHMS[name], filtered(PAPER_FILTERS.get(name, list), objective))
     for name, objective in PAPER_OBJECTIVES.items()
+} | {  # stated for what is kept, which chance has a part in: core/test_downsampling.py
+    name: (replace(pg.ALGORITHMS[name], filters=()), PAPER_OBJECTIVES[name]) for name in ("gfpo", "pf_ppo")
 }
 
 # Ratios, gates, terms, aggregations, filters and baselines.
