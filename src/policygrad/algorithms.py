@@ -129,7 +129,7 @@ PF_PPO = replace(
     PPO,
     name="pf_ppo",
     shaping=(KLInReward(0.01),),
-    filters=(Downsample(2, by="best_and_random", statistics="kept"),),
+    filters=(Downsample(2, by="best_one", statistics="kept"),),
     update_rule=GradientSteps(epochs=3, minibatches=2),
     samples_per_prompt=5,
 )

@@ -27,7 +27,7 @@ from policygrad.papers.completions import (
 )
 
 GRPO = replace(pg.GRPO, terms=())
-BY = ["random", "max_variance", "best_and_random", "shortest", "reward_per_token"]
+BY = ["random", "max_variance", "best_one", "shortest", "reward_per_token"]
 
 
 def group(rewards: list[float], lengths: list[int] | None = None) -> pg.Batch:
@@ -227,7 +227,7 @@ def test_the_best_and_another_as_often_as_any() -> None:
     """Authors of PF-PPO: one of the highest reward, and one of all others with equal chances, also one that is as good."""
     batch = group([0.0, 1.0, 0.5, 1.0, 0.0])
     pairs = [
-        tuple(FrozenDownsample(2, "best_and_random", rollout=i).choose(batch).nonzero().flatten().tolist())
+        tuple(FrozenDownsample(2, "best_one", rollout=i).choose(batch).nonzero().flatten().tolist())
         for i in range(2000)
     ]
     counts = {pair: pairs.count(pair) / len(pairs) for pair in set(pairs)}
@@ -287,7 +287,7 @@ def test_refusals() -> None:
     replace(GRPO, filters=(pg.DropZeroVariance(), pg.MaskTruncated(), pg.Downsample()))
     for bad, says in (
         ({"keep": 0}, "keep"),
-        ({"by": "luck"}, "'random', 'max_variance', 'best_and_random', 'shortest' or 'reward_per_token'"),
+        ({"by": "luck"}, "'random', 'max_variance', 'best_one', 'shortest' or 'reward_per_token'"),
         ({"statistics": "some"}, "'all' or 'kept'"),
         ({"seed": -1}, "seed"),
     ):

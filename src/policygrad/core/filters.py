@@ -176,17 +176,17 @@ class Downsample(Filter):
     Its state is {"rollouts": number done}, which with `seed` determines the random numbers, so that a resumed run makes the same
     choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3). With
     statistics='kept' too, shortest and reward_per_token: Shrivastava et al. 2025 (GFPO), arXiv:2508.09726, algorithm 1; and
-    best_and_random, or max_variance of two, the best and the worst: Zhang et al. 2024 (PF-PPO), arXiv:2409.06957, sec. 4.
+    best_one, or max_variance of two, the best and the worst: Zhang et al. 2024 (PF-PPO), arXiv:2409.06957, sec. 4.
     """
 
     keep: int = setting(4, "at least 1", "completion")
     """G ≤ N, N the samples per prompt."""
-    by: Literal["random", "max_variance", "best_and_random", "shortest", "reward_per_token"] = choice(
-        random="", max_variance="", best_and_random="", shortest="", reward_per_token=""
+    by: Literal["random", "max_variance", "best_one", "shortest", "reward_per_token"] = choice(
+        random="", max_variance="", best_one="", shortest="", reward_per_token=""
     )
     """random: with statistics='all' the expected gradient is that of all N.
     max_variance: the subset with the largest variance of rewards (some lowest and some highest).
-    best_and_random: the highest reward, the first of equal ones, and others at random.
+    best_one: the highest reward, the first of equal ones, and others at random.
     shortest: the fewest sampled tokens. reward_per_token: the largest R/|o|.
     Elsewhere equal ones are taken in random order."""
     statistics: Literal["all", "kept"] = choice(all="", kept="")
@@ -198,7 +198,7 @@ class Downsample(Filter):
 
     @property
     def chooses_by_reward(self) -> bool:  # type: ignore[override]
-        return self.by in ("max_variance", "best_and_random", "reward_per_token")
+        return self.by in ("max_variance", "best_one", "reward_per_token")
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         if self is not algorithm.filters[-1]:
@@ -218,7 +218,7 @@ class Downsample(Filter):
         which = {
             "random": "at random",
             "max_variance": "of the largest variance of R",
-            "best_and_random": "the best and others at random",
+            "best_one": "the best and others at random",
             "shortest": "the shortest",
             "reward_per_token": "of the largest R/|o|",
         }[self.by]
@@ -256,7 +256,7 @@ class Downsample(Filter):
             reward == reward.max(), rows, len(batch.group)
         ).argmin()  # the others' order is independent of it
         score = {
-            "best_and_random": torch.arange(len(rows), device=rows.device) == best,
+            "best_one": torch.arange(len(rows), device=rows.device) == best,
             "shortest": -length,
             "reward_per_token": reward / length,
         }[self.by]
