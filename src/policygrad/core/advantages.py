@@ -21,7 +21,7 @@ from policygrad.core import masked
 from policygrad.core.base import Advantage, Explanation, State, format_term
 from policygrad.core.batch import Batch
 from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, TO_GO, Stage
-from policygrad.core.masked import Groups
+from policygrad.core.masked import Groups, split_by_group
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import SET, acts_with, choice, setting
 from policygrad.errors import ConfigError
@@ -818,15 +818,14 @@ class PreferencePairs(Advantage):
 
     @property
     def formula(self) -> str:
-        return f"{2 * self.beta:g}·mean_{{j≠i}} ±σ(∓{self.beta:g}(h_i − h_j)), by R_i ≷ R_j;  h = Σ_t log π_old/π_ref"
+        return f"{2 * self.beta:g}·mean_{{j≠i}} ±σ(∓{self.beta:g}(h_i − h_j)), + where R_i>R_j;  h = Σ_t log π_old/π_ref"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = total_rewards(batch)
         change = masked.apply_mask(batch.require("logp_old", self) - batch.require("logp_ref", self), batch.mask)
         h, compared = change.sum(1).to(total.dtype), batch.counted & batch.mask.any(1)
         value = torch.zeros_like(total)
-        for group in set(batch.group[compared].tolist()):
-            rows = (compared & (batch.group == group)).nonzero().flatten()
+        for rows in split_by_group(compared.nonzero().flatten(), batch.group):
             sign = (total[rows, None] - total[rows]).sign()
             pulls = sign * torch.sigmoid(-sign * self.beta * (h[rows, None] - h[rows]))
             value[rows] = 2 * self.beta * pulls.sum(1) / max(1, len(rows) - 1)

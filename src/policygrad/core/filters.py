@@ -12,7 +12,7 @@ from torch import Tensor
 from policygrad.core.advantages import is_constant_group, total_rewards
 from policygrad.core.base import Filter, State
 from policygrad.core.batch import Batch
-from policygrad.core.masked import Groups
+from policygrad.core.masked import Groups, split_by_group
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.outputs import check_same_batch
 from policygrad.core.settings import COUNT, acts_with, check_setting, choice, setting
@@ -240,8 +240,7 @@ class Downsample(Filter):
         order = torch.rand(len(batch.group), generator=generator).argsort().to(batch.group.device)
         order = order[batch.mask.any(1)[order]]
         chosen = torch.zeros_like(batch.group, dtype=torch.bool)
-        for group in set(batch.group[order].tolist()):
-            rows = order[batch.group[order] == group]
+        for rows in split_by_group(order, batch.group):
             chosen[rows[self._choose_places(batch, rows)]] = True
         return chosen
 
