@@ -337,9 +337,9 @@ def _gates(
             gates += [GeometricMean(configured, configured if upper is None else upper)]
             if 0 < configured < 1:
                 gates += [DivergenceClip("tv", configured), DivergenceClip("kl", configured)]
-        cap = recording.setting("clip_ratio_c")
-        if cap is not None and 1 < cap < _largest(masked.apply_mask(ratio, mask)):
-            gates += [replace(gate, c=cap) for gate in gates if isinstance(gate, DivergenceClip)]
+        largest = recording.setting("clip_ratio_c")
+        if largest is not None and 1 < largest < _largest(masked.apply_mask(ratio, mask)):
+            gates += [replace(gate, c=largest) for gate in gates if isinstance(gate, DivergenceClip)]
     seen = set[str]()
     for other in gates:
         if (name := name_part(other)) in seen:

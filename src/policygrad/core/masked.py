@@ -69,7 +69,7 @@ def split_by_group(rows: Tensor, group: Tensor) -> tuple[Tensor, ...]:
         return ()
     rows = rows[group[rows].argsort(stable=True)]
     sizes: list[int] = torch.unique_consecutive(group[rows], return_counts=True)[1].tolist()
-    return rows.split(sizes)
+    return torch.split(rows, sizes)
 
 
 class Groups:

@@ -214,7 +214,7 @@ WITHOUT_EFFECT: Mapping[type[Part], frozenset[str]] = {
     DropZeroVariance: frozenset({"max_rounds", "keep_leftovers"}),
     Downsample: frozenset({"seed", "rollout"}),
 }
-UNDER_A_STATE: Mapping[type[Part], type[Part]] = {FrozenRunningMean: RunningMean, FrozenDownsample: Downsample}
+UNDER_A_STATE: Mapping[type[Any], type[Any]] = {FrozenRunningMean: RunningMean, FrozenDownsample: Downsample}
 ADAPTIVE = frozenset({"beta", "target", "rule"})  # of `KLToOld` in ppo_penalty: the objective reads the current β
 
 

@@ -240,7 +240,7 @@ def _best_policy(setting: LabSetting, beta: float) -> Tensor:
     """Return θ of π* ∝ π_ref·e^{R/β}, for a policy with a logit for each token after each prefix: its soft values as logits."""
     world = setting.world
     soft = world.values(setting.theta, (world.reward.flatten() / beta).exp()[:, None].expand(world.mask.shape)).log()
-    after = torch.zeros(world.cell.max() + 1, dtype=torch.float64)
+    after = torch.zeros(int(world.cell.max()) + 1, dtype=torch.float64)
     last = torch.arange(world.tree.length) == world.tree.lengths[:, None] - 1
     value = torch.where(last, world.reward[0][:, None] / beta, soft[world.state.roll(-1, 1)])
     after[world.cell[world.mask]] = value[world.mask]
