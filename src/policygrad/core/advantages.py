@@ -818,7 +818,9 @@ class PreferencePairs(Advantage):
 
     @property
     def formula(self) -> str:
-        return f"{2 * self.beta:g}·mean_{{j≠i}} ±σ(∓{self.beta:g}(h_i − h_j)), + where R_i>R_j;  h = Σ_t log π_old/π_ref"
+        return (
+            f"{2 * self.beta:g}·mean_{{j≠i}} ±σ(∓{self.beta:g}(h_i − h_j)), + where R_i>R_j;  h = Σ_t log π_old/π_ref"
+        )
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total = total_rewards(batch)
