@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def load(checkout: str, path: str, names: str, **namespace: Any) -> SimpleNamesp
     found: dict[str, Any] = {"torch": torch, "math": math, "Any": Any, "defaultdict": defaultdict, **namespace}
     future = ast.parse("from __future__ import annotations").body
     exec(compile(ast.Module([*future, *body], []), path, "exec"), found)
-    return SimpleNamespace(**{name: found[name] for name in wanted})
+    return SimpleNamespace(**{name: found[name] for name in wanted & {*found}})  # versions have other helpers
 
 
 # Random data.
@@ -134,7 +134,7 @@ def compare_verl(checkout: str) -> Iterator[Comparison]:
     path = "verl/trainer/ppo/rollout_corr_helper.py"
     names = (
         "SAFETY_BOUND SUPPORTED_ROLLOUT_RS_OPTIONS TOKEN_LEVEL_ROLLOUT_RS_OPTIONS _parse_rollout_rs_thresholds compute_is_metrics "
-        "compute_rollout_rejection_mask compute_rs_metrics compute_rollout_correction_weights"
+        "_parse_rollout_is_threshold compute_rollout_rejection_mask compute_rs_metrics compute_rollout_correction_weights"
     )
     theirs = load(checkout, path, names, verl_F=functional)
     levels = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "any"}
@@ -191,6 +191,23 @@ def compare_verl(checkout: str) -> Iterator[Comparison]:
         return apart(theirs_, -term.score(pg.Forward(leaf), batch, leaf), batch.mask)
 
     yield "kl_penalty abs: KLToReference(form='abs')", over_seeds(total_variation)
+    for measure, delta in (("tv", 0.15), ("kl", 0.05)):
+        gate = pg.DivergenceClip(measure, delta, c=3.0)  # type: ignore[arg-type]
+        algorithm = replace(pg.DPPO, gate=gate, aggregation=pg.TokenMean(), filters=())
+        config = _Config(
+            clip_ratio=delta, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0, global_batch_info={}
+        )
+        yield _compare_loss(
+            checkout, f"compute_policy_loss_dppo_{measure}", algorithm, lambda loss, logp, old, psi, mask, config=config: loss(
+                old, logp, psi, mask, config=config
+            ), AlgoConfig=type(None), Optional=Optional, ActorConfig=dict
+        )  # fmt: skip
+
+
+class _Config(dict[str, Any]):
+    """verl's settings, read as attributes and by `get`."""
+
+    __getattr__ = dict[str, Any].__getitem__
 
 
 def at_last_token(batch: pg.Batch) -> Tensor:
@@ -350,26 +367,28 @@ def compare_swift(checkout: str) -> Iterator[Comparison]:
 
 
 def compare_ce_gppo(checkout: str) -> Iterator[Comparison]:
-    yield _compare_row(checkout, "compute_gppo_loss_general_beta", "ce_gppo", lambda loss, logp, old, psi, mask: loss(
-        old, logp, psi, mask, cliprange=0.2, clip_ratio_c=10.0, gppo_loss_beta1=0.75, gppo_loss_beta2=1.0
-    ))  # fmt: skip
+    yield _compare_loss(checkout, "compute_gppo_loss_general_beta", pg.ALGORITHMS["ce_gppo"], lambda loss, logp, old, psi, mask:
+        loss(old, logp, psi, mask, cliprange=0.2, clip_ratio_c=10.0, gppo_loss_beta1=0.75, gppo_loss_beta2=1.0)
+    )  # fmt: skip
 
 
 def compare_archer(checkout: str) -> Iterator[Comparison]:
-    yield _compare_row(checkout, "compute_policy_loss_archer", "aspo", lambda loss, logp, old, psi, mask: loss(
+    yield _compare_loss(checkout, "compute_policy_loss_archer", pg.ALGORITHMS["aspo"], lambda loss, logp, old, psi, mask: loss(
         old, logp, psi, mask.bool(), torch.ones_like(mask).bool()
     ))  # fmt: skip
 
 
-def _compare_row(checkout: str, name: str, row: str, call: Callable[..., Any]) -> Comparison:
-    """The gradient of a row, without terms and filters, for any Ψ and ratios far from 1."""
+def _compare_loss(
+    checkout: str, name: str, algorithm: pg.Algorithm, call: Callable[..., Any], **namespace: Any
+) -> Comparison:
+    """The gradient of an algorithm, without terms and filters, for any Ψ and ratios far from 1."""
 
     def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
         return (loss_mat * loss_mask).sum() / loss_mask.sum()
 
     functional = SimpleNamespace(masked_mean=masked_mean)
-    theirs = load(checkout, "verl/trainer/ppo/core_algos.py", name, verl_F=functional, agg_loss=agg_loss)
-    algorithm = replace(pg.ALGORITHMS[row], terms=(), filters=())
+    theirs = load(checkout, "verl/trainer/ppo/core_algos.py", name, verl_F=functional, agg_loss=agg_loss, **namespace)
+    algorithm = replace(algorithm, terms=(), filters=())
 
     def compare(batch: pg.Batch) -> float:
         old, sampler, mask = logps(batch)
@@ -381,7 +400,7 @@ def _compare_row(checkout: str, name: str, row: str, call: Callable[..., Any]) -
             *(torch.autograd.grad(x, leaf)[0] for x, leaf in zip((value, ours), leaves, strict=True)), mask=mask
         )
 
-    return f"{name}: {row}", over_seeds(compare, spread=1.5)
+    return f"{name}: {algorithm.name}", over_seeds(compare, spread=1.5)
 
 
 LIBRARIES: dict[str, Callable[[str], Iterator[Comparison]]] = {

@@ -30,13 +30,13 @@ A2C ASPO ASTAR_PO ASYMRE AdaptiveProblem BatchMean BatchStd BiLevelGAE CE_GPPO C
 ClassificationWeight Clip ClipAdvantage ClipCov ClipReward ClippedImportance ConstantBaseline Critic
 CurvatureProblem DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO DemonstrationNLL DivergenceClip DivideByGroupMean
 Downsample DropZeroVariance DualDescent ECHO Entropy ExactEntropy ExactKLToOld ExactKLToReference FIPO FixedLength
-FlippedImportance FutureKL GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean
+FlippedImportance FutureKL GAE GDPO GFPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN GammaKernel GeometricMean
 GradientPreservingClip GradientProblem GradientSteps GreedyBaseline GroupInGroup GroupLength GroupMean GroupStd
 GroupTokenMean HIGH_ENTROPY HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov KLInReward
 KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO LeaveOneOut LengthAdaptiveGAE LogClip M2PO MAGISTRAL MAXRL
-MarginalMax MaskTruncated MaskedIS MismatchMask MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling OPO OPSD
-OTB ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PPO PPO_PENALTY PRIME PRIME_RL
-PRORL PassAtK PassRateBand PolicyShaping PositiveNLL PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE
+MarginalMax MaskTruncated MaskedIS MismatchMask MovingLevel MultiTurnGAE NATURAL NStep NoPositiveResampling ONLINE_DPO OPO OPSD
+OTB ObservationNLL OffPolicySequenceMask OnPolicy OptimalBaseline OptimalValue PASSK PF_PPO PPO PPO_PENALTY PRIME PRIME_RL
+PRORL PassAtK PassRateBand PolicyShaping PositiveNLL PreferencePairs PrefixValue ProcessReward RAFT RAFT_PP REAL REINFORCE
 REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Reference RejectionSampling ReplayBuffer RewardRange RewardZScores RunningMean
 RunningScale SAPO SCALE_RL SDFT SDPO SKYWORK_OR1 SPIRAL SecondMomentFilter SelfNormalisation SelfNormalised
 SeparateDemonstrations Sequence SequenceMean SequenceProduct SequenceSum SigmoidGate SoftOverlong TOPR TRPO

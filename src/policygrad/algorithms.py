@@ -17,6 +17,7 @@ from policygrad.core.advantages import (
     OptimalBaseline,
     OptimalValue,
     PassAtK,
+    PreferencePairs,
     RejectionSampling,
     RewardZScores,
     RunningMean,
@@ -25,7 +26,13 @@ from policygrad.core.advantages import (
 from policygrad.core.aggregation import FixedLength, GroupTokenMean, SequenceMean, SequenceSum, TokenMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Critic, ImplicitReward, Reference
-from policygrad.core.filters import DropZeroVariance, MaskTruncated, NoPositiveResampling, SeparateDemonstrations
+from policygrad.core.filters import (
+    Downsample,
+    DropZeroVariance,
+    MaskTruncated,
+    NoPositiveResampling,
+    SeparateDemonstrations,
+)
 from policygrad.core.gae import GAE, LengthAdaptiveGAE, NStep, Whiten
 from policygrad.core.gates import (
     ClassificationWeight,
@@ -118,6 +125,14 @@ VAPO = replace(
     critic=Critic(lam=1.0, pretrain=20),
     samples_per_prompt=16,
 )
+PF_PPO = replace(
+    PPO,
+    name="pf_ppo",
+    shaping=(KLInReward(0.01),),
+    filters=(Downsample(2, by="best_one", statistics="kept"),),
+    update_rule=GradientSteps(epochs=3, minibatches=2),
+    samples_per_prompt=5,
+)
 VINEPPO = replace(
     PPO, name="vineppo", advantage=(PrefixValue(9),), critic=None, update_rule=GradientSteps(epochs=2, minibatches=8)
 )
@@ -208,6 +223,7 @@ REINFORCE_PP_BASELINE = replace(
     terms=(KLToReference(1e-5, "k2"),),
     update_rule=GradientSteps(),
 )
+ONLINE_DPO = replace(REINFORCE, name="online_dpo", advantage=(PreferencePairs(0.1),), samples_per_prompt=2)
 OTB = replace(
     GRPO,
     name="otb",
@@ -255,12 +271,21 @@ LITE_PPO = replace(
     MAXRL, name="lite_ppo", advantage=(GroupMean(), BatchStd(of="rewards")), update_rule=GradientSteps(minibatches=8)
 )
 
+GFPO = replace(
+    LITE_PPO,
+    name="gfpo",
+    advantage=(GroupMean(), GroupStd(ddof=0)),
+    terms=(KLToReference(0.001, "k3"), Entropy(0.001)),
+    filters=(Downsample(4, by="shortest", statistics="kept"),),
+    update_rule=GradientSteps(),
+)
+
 # Other bounds on the change of the policy.
 GMPO = replace(GRPO, name="gmpo", gate=GeometricMean(0.4, 0.4), terms=(), update_rule=GradientSteps(minibatches=8))
 DPPO = replace(
     DR_GRPO,
     name="dppo",
-    gate=DivergenceClip("tv", 0.15),
+    gate=DivergenceClip("tv", 0.15, c=10_000.0),
     update_rule=GradientSteps(minibatches=8),
     old_policy="sampler",
 )

@@ -4,16 +4,16 @@ from policygrad.utils.lazy_exports import export_lazily
 
 _HOME = {
     "policygrad.algorithms": (
-        "A2C ASPO ASTAR_PO ASYMRE CE_GPPO CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GIGPO "
-        "GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
-        "MAGISTRAL MAXRL NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
+        "A2C ASPO ASTAR_PO ASYMRE CE_GPPO CHORD CISPO CLIP_COV CPGD DAPO DEEPSEEK_V32 DISTILL DPPO DRO DR_GRPO FIPO GDPO GFPO "
+        "GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO "
+        "MAGISTRAL MAXRL NATURAL ONLINE_DPO OPO PASSK PF_PPO PPO PPO_PENALTY PRIME PRIME_RL PRORL RAFT RAFT_PP REAL REINFORCE "
         "REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO SAPO SCALE_RL SKYWORK_OR1 TOPR TRPO TRPO_VINE VAPO VESPO "
         "VINEPPO SPIRAL OPSD SDFT SDPO ECHO OTB"
     ),
     "policygrad.core.adjustments": "ClipAdvantage TeacherBonus",
     "policygrad.core.advantages": (
         "RejectionSampling BatchMean BatchStd ClassLabels ConstantBaseline GreedyBaseline GroupMean GroupStd "
-        "LeaveOneOut MarginalMax OptimalBaseline OptimalValue DivideByGroupMean PassAtK RewardZScores RunningMean "
+        "LeaveOneOut MarginalMax OptimalBaseline OptimalValue DivideByGroupMean PassAtK PreferencePairs RewardZScores RunningMean "
         "TeacherLogRatio"
     ),
     "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean TokenSum",

@@ -203,6 +203,11 @@ def test_a_yaml_of_verl(tmp_path: Path) -> None:
          "actor_rollout_ref.actor.clip_ratio_high=0.2",
          "cispo --algorithm.advantage GroupMean --algorithm.gate.high 1.2 --algorithm.shaping none --algorithm.filters none "
          "--algorithm.update-rule.minibatches 1"),
+        ("algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl "
+         "algorithm.norm_adv_by_std_in_grpo=False actor_rollout_ref.actor.clip_ratio=0.05 "
+         "actor_rollout_ref.actor.clip_ratio_c=20 algorithm.rollout_correction.bypass_mode=True",
+         "dppo --algorithm.aggregation TokenMean --algorithm.gate.measure kl --algorithm.gate.delta 0.05 --algorithm.gate.c 20 "
+         "--algorithm.update-rule.minibatches 1"),
         ("algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 algorithm.norm_adv_by_std_in_grpo=False "
          "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3 "
          "actor_rollout_ref.actor.entropy_coeff=0.01",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,6 +27,7 @@ from policygrad.papers.completions import (
 )
 
 GRPO = replace(pg.GRPO, terms=())
+BY = ["random", "max_variance", "best_one", "shortest", "reward_per_token"]
 
 
 def group(rewards: list[float], lengths: list[int] | None = None) -> pg.Batch:
@@ -85,7 +87,7 @@ def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> 
 
 
 @settings(max_examples=40)
-@given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(["random", "max_variance"]), st.integers(0, 50))
+@given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(BY), st.integers(0, 50))
 def test_downsampling_keeps_the_number_per_group(shape: Shape, keep: int, by: str, rollout: int) -> None:
     batch, _ = make(shape)
     part = FrozenDownsample(keep, by, rollout=rollout)  # type: ignore[arg-type]
@@ -136,7 +138,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("by", ["random", "max_variance"])
+@pytest.mark.parametrize("by", ["random", "max_variance", pytest.param("shortest", marks=pytest.mark.full)])
 @settings(max_examples=10)
 @given(shape=shapes(max_size=6))
 def test_dropped_completions_count_in_statistics(chain: str, by: str, shape: Shape) -> None:
@@ -210,6 +212,67 @@ def test_gradient_and_value_are_those_of_the_definition(
     torch.testing.assert_close(pg.objective(logp, kept, psi, algorithm), J.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_the_shortest_and_the_most_rewarded_per_token_by_hand() -> None:
+    """Of equal ones any: five of length 1, 2, 2, 3 and 4, with R/|o| of 0, 1/2, 0, 1/3 and 1/2."""
+    batch = group([0.0, 1.0, 0.0, 1.0, 2.0], [1, 2, 2, 3, 4])
+    shortest = {tuple(FrozenDownsample(2, "shortest", rollout=i).choose(batch).int().tolist()) for i in range(20)}
+    assert shortest == {(1, 1, 0, 0, 0), (1, 0, 1, 0, 0)}
+    efficient = {
+        tuple(FrozenDownsample(3, "reward_per_token", rollout=i).choose(batch).int().tolist()) for i in range(20)
+    }
+    assert efficient == {(0, 1, 0, 1, 1)}
+
+
+def test_the_best_and_another_as_often_as_any() -> None:
+    """Authors of PF-PPO: one of the highest reward, and one of all others with equal chances, also one that is as good."""
+    batch = group([0.0, 1.0, 0.5, 1.0, 0.0])
+    pairs = [
+        tuple(FrozenDownsample(2, "best_one", rollout=i).choose(batch).nonzero().flatten().tolist())
+        for i in range(2000)
+    ]
+    counts = {pair: pairs.count(pair) / len(pairs) for pair in set(pairs)}
+    expected = dict.fromkeys(((0, 1), (1, 2), (1, 3), (1, 4)), 1 / 4)
+    assert counts == pytest.approx(expected, abs=0.04)
+    worst = {
+        FrozenDownsample(2, "max_variance", "kept", rollout=i).choose(batch).long() @ batch.reward.long()
+        for i in range(3)
+    }
+    assert {int(x) for x in worst} == {1}  # the best and the worst: PF-PPO's BW
+
+
+def gfpo(prompts: Prompts, chosen: set[int]) -> Tensor:
+    """GFPO, eq. 2: 1/Σ_S|o| Σ_S Σ_t min(r Â, clip(r) Â), Â = m (R − μ_S)/σ_S; S is any of the rows with the k least lengths."""
+    J, tokens = total([]), 0
+    for outputs in prompts:
+        S = [o for o in outputs if o.row in chosen]
+        assert sorted(map(len, S)) == sorted(map(len, outputs))[: len(S)]
+        assert len(S) == min(2, len(outputs))
+        mu = math.fsum(o.reward for o in S) / len(S)
+        sigma = standard_deviation([o.reward for o in S], ddof=0)
+        tokens += sum(map(len, S))
+        for o in S:
+            A = (o.reward - mu) / (sigma + 1e-4)
+            J = J + total(clipped_surrogate(o, t, A) for t in range(len(o)))
+    return J / max(1, tokens)
+
+
+@settings(max_examples=25, derandomize=True)
+@given(shape=shapes(max_size=6), off_policy=st.sampled_from([None, 0.15, 1.5]))
+def test_gfpo_is_its_definition(shape: Shape, off_policy: float | None) -> None:
+    batch, logits = make(replace(shape, binary=False), off_policy)
+    part = pg.Downsample(2, "shortest", "kept")
+    algorithm = replace(pg.GFPO, filters=(part,), terms=())
+    logp = policy(logits, batch.tokens, batch.mask)
+    J = gfpo(read_batch(batch, logp), set(part.choose(batch).nonzero().flatten().tolist()))
+    kept = algorithm.apply_filters(batch)
+    psi = algorithm.compute_advantages(kept)
+    loss = pg.surrogate(logp, kept, psi, algorithm)
+    expected = gradients(J, logp, logits)
+    for result, wanted in zip(gradients(-loss, logp, logits), expected, strict=True):
+        close(result, wanted, scale=expected[0])
+    torch.testing.assert_close(pg.objective(logp, kept, psi, algorithm), J.detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_refusals() -> None:
     algorithm = replace(GRPO, filters=(pg.Downsample(8),))
     with pytest.raises(
@@ -224,7 +287,7 @@ def test_refusals() -> None:
     replace(GRPO, filters=(pg.DropZeroVariance(), pg.MaskTruncated(), pg.Downsample()))
     for bad, says in (
         ({"keep": 0}, "keep"),
-        ({"by": "luck"}, "'random' or 'max_variance'"),
+        ({"by": "luck"}, "'random', 'max_variance', 'best_one', 'shortest' or 'reward_per_token'"),
         ({"statistics": "some"}, "'all' or 'kept'"),
         ({"seed": -1}, "seed"),
     ):

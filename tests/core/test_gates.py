@@ -87,6 +87,12 @@ def test_divergence_clip_on_rare_and_common_tokens() -> None:
         weight = gate.weight(new / old, numbers([psi] * 3), batch)
         torch.testing.assert_close(weight, numbers(expected), rtol=1e-12, atol=0)
         torch.testing.assert_close(gate.value(new / old, numbers([psi] * 3), batch), psi * weight)
+        capped = replace(gate, c=4.0)
+        torch.testing.assert_close(
+            capped.weight(new / old, numbers([psi] * 3), batch), weight.clamp(max=4), rtol=1e-12, atol=0
+        )
+        value = capped.value(new / old, numbers([psi] * 3), batch)[0, 0]
+        assert value.item() == pytest.approx(psi * 4 * (1 + math.log(10 / 4)), rel=1e-12)
 
 
 def test_the_binary_divergences_by_hand_and_below_the_vocabularys() -> None:

@@ -318,6 +318,7 @@ BOUNDS = {
     ),
     *("ClippedImportance.high", "ClipCov.low", "ClipCov.high", "ClipCov.cov_high", "TruncatedIS.cap", "MaskedIS.high"),
     *("PassRateBand.high", "MovingLevel.up", "MismatchMask.high", "ClipReward.high", "ClipAdvantage.high"),
+    "DivergenceClip.c",
     *("GradientPreservingClip.high", "GradientPreservingClip.c", "FlippedImportance.high", "FlippedImportance.c"),
 }
 

@@ -130,6 +130,7 @@ def constant_batch(value: float) -> pg.Batch:
         turn_state=torch.zeros(13, 3, dtype=torch.int64),
         grad_logp_sq_norm=torch.rand(13),
         logp_old=-torch.rand(13, 3),
+        logp_ref=-torch.rand(13, 3),
         sum_pi_squared=1 + torch.rand(13, 3),
     )
 
@@ -171,6 +172,7 @@ OWN_SIGNAL = {
         "natural",
         "ppo",
         "ppo_penalty",
+        "pf_ppo",
         "vapo",
         "vineppo",
     ),
@@ -369,7 +371,10 @@ def test_a_fully_masked_batch_gives_zero_not_nan() -> None:
             assert gradients(loss, logp)[0].abs().sum() == 0
             assert loss == 0
             assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
-            assert algorithm.update_state(algorithm.init_state(), batch) == algorithm.init_state()
+            before, after = algorithm.init_state(), algorithm.update_state(algorithm.init_state(), batch)
+            assert {key: state | {"rollouts": 0} for key, state in after.items()} == {
+                key: state | {"rollouts": 0} for key, state in before.items()
+            }
 
 
 def test_soft_overlong_hand_numbers() -> None:

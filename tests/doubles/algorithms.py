@@ -20,6 +20,8 @@ def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
 
 
 def trainable(name: str) -> pg.Algorithm:
-    """The same without the mask of truncated answers, which leaves none to learn from where all are cut off after a few tokens."""
+    """The same without the mask of truncated answers, which leaves none to learn from where all are cut off after a few tokens; and
+    where some of a group are chosen, two."""
     algorithm = runnable(name)
-    return replace(algorithm, filters=tuple(f for f in algorithm.filters if not isinstance(f, pg.MaskTruncated)))
+    filters = (f for f in algorithm.filters if not isinstance(f, pg.MaskTruncated))
+    return replace(algorithm, filters=tuple(replace(f, keep=2) if isinstance(f, pg.Downsample) else f for f in filters))

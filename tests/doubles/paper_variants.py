@@ -112,6 +112,8 @@ def running_mean_of_roles(prompts: Prompts, max_tokens: int) -> Tensor:
 ROWS: dict[str, Variant] = {
     name: (pg.ALGORITHMS[name], filtered(PAPER_FILTERS.get(name, list), objective))
     for name, objective in PAPER_OBJECTIVES.items()
+} | {  # stated for what is kept, which chance has a part in: core/test_downsampling.py
+    name: (replace(pg.ALGORITHMS[name], filters=()), PAPER_OBJECTIVES[name]) for name in ("gfpo", "pf_ppo")
 }
 
 # Ratios, gates, terms, aggregations, filters and baselines.
@@ -472,6 +474,10 @@ def binary_kl(q: float, p: float) -> float:
 PLAIN = replace(pg.KL_COV, terms=(), filters=(), update_rule=pg.GradientSteps())  # r Â, the token mean
 TRUST_REGIONS: dict[str, Variant] = {
     "binary KL": (replace(pg.DPPO, gate=pg.DivergenceClip("kl", 0.05)), lambda p, w: dppo(p, w, binary_kl, 0.05)),
+    "total variation, a low cap": (
+        replace(pg.DPPO, gate=pg.DivergenceClip("tv", 0.9, c=1.1)),
+        lambda p, w: dppo(p, w, bound=0.9, c=1.1),
+    ),
     "second moment, half of them": (replace(PLAIN, gate=pg.SecondMomentFilter(0.5)), lambda p, w: m2po(p, w, 0.5)),
     "covariance, a wide band": (
         replace(PLAIN, gate=pg.ClipCov(0.2, 0.2, fraction=0.3, cov_low=-0.2, cov_high=2.0)),

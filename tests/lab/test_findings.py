@@ -74,6 +74,38 @@ def check_ratio_over_length(measured: MeasuredClaim) -> None:
     assert max(spread) < 1.1 * min(spread)
 
 
+def check_beyond_the_clip(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    n = measured.numbers
+    for kl in ("0.1", "0.3", "1"):
+        assert (
+            n[f"cosine_flipped_{kl}"] < n[f"cosine_clip_{kl}"] < n[f"cosine_kept_{kl}"] < n[f"cosine_importance_{kl}"]
+        )
+
+
+def check_filtered_answers(measured: MeasuredClaim) -> None:
+    assert measured.holds
+    assert measured.numbers["snr_extremes_1"] > measured.numbers["snr_best_1"]
+
+
+def check_kept_answers(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    assert "need not shorten" in measured.sentence
+
+
+def check_preference_pairs(measured: MeasuredClaim) -> None:
+    assert measured.numbers["same"] < 1e-10  # with rewards of 0 and 1, at π_ref: a theorem
+    assert measured.numbers["left"] > 0.1
+    assert not measured.holds
+
+
+def check_rejection(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    n = measured.numbers
+    for kl in ("0.02", "0.1", "0.3"):
+        assert n[f"bias_capped_{kl}"] < n[f"bias_none_{kl}"] < n[f"bias_geometric_{kl}"]
+
+
 def check_sequence_mean(measured: MeasuredClaim) -> None:
     assert measured.numbers["right"] < 1
     assert measured.numbers["wrong"] < 1
@@ -93,14 +125,20 @@ def check_z_score(measured: MeasuredClaim) -> None:
 
 SIGNS: dict[str, Callable[[MeasuredClaim], None]] = {
     "adam": check_adam,
+    "beyond_the_clip": check_beyond_the_clip,
     "brevity": check_holds,
     "experts": check_experts,
+    "filtered_answers": check_filtered_answers,
     "gae_curve": check_gae_curve,
     "gates": check_holds,
     "group_size": check_group_size,
+    "kept_answers": check_kept_answers,
+    "likeliest_tokens": check_holds,
     "long_chains": check_long_chains,
     "more_statistics": check_holds,
+    "preference_pairs": check_preference_pairs,
     "ratio_over_length": check_ratio_over_length,
+    "rejection": check_rejection,
     "sequence_mean": check_sequence_mean,
     "turn_credit": check_turn_credit,
     "z_score": check_z_score,
@@ -128,7 +166,7 @@ def check_claim(name: str, measured: MeasuredClaim) -> None:
         assert measured.error is None
 
 
-DEAR = ("z_score", "ratio_over_length", "turn_credit", "gae_curve", "long_chains")
+DEAR = ("z_score", "ratio_over_length", "turn_credit", "gae_curve", "long_chains", "kept_answers", "filtered_answers")
 """They take seconds."""
 
 

@@ -22,6 +22,7 @@ REFUSED = {
     "trpo": "steps of its own",
     "natural": "steps of its own",
     "ppo_penalty": "a critic",
+    "pf_ppo": "a critic",
     "vapo": "a critic",
     "prime": "a reward model",
     "trpo_vine": "steps of its own",

@@ -155,7 +155,7 @@ def name_part(part: object, *names: str) -> str:
     settings = [
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in vars(part).items()
-        if value is not None and (not names or name in names)
+        if value not in (None, math.inf) and (not names or name in names)  # no bound
     ]
     return f"{type(part).__name__}({', '.join(settings)})"
 
@@ -337,6 +337,9 @@ def _gates(
             gates += [GeometricMean(configured, configured if upper is None else upper)]
             if 0 < configured < 1:
                 gates += [DivergenceClip("tv", configured), DivergenceClip("kl", configured)]
+        largest = recording.setting("clip_ratio_c")
+        if largest is not None and 1 < largest < _largest(masked.apply_mask(ratio, mask)):
+            gates += [replace(gate, c=largest) for gate in gates if isinstance(gate, DivergenceClip)]
     seen = set[str]()
     for other in gates:
         if (name := name_part(other)) in seen:

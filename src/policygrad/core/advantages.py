@@ -21,7 +21,7 @@ from policygrad.core import masked
 from policygrad.core.base import Advantage, Explanation, State, format_term
 from policygrad.core.batch import Batch
 from policygrad.core.chains import PER_COMPLETION, REWARD_UNIT, TO_GO, Stage
-from policygrad.core.masked import Groups
+from policygrad.core.masked import Groups, split_by_group
 from policygrad.core.metrics import Metric, Metrics, list_means, masked_mean
 from policygrad.core.settings import SET, acts_with, choice, setting
 from policygrad.errors import ConfigError
@@ -788,6 +788,50 @@ class ClassLabels(Advantage):
         label = torch.where(positive, 1.0, -1.0).to(total.dtype) * groups.size / (1 + same_label)
         both = (num_positive > 0) & (num_negative > 0) & counted
         return masked.apply_mask(label[:, None].expand(batch.mask.shape), batch.mask & both[:, None])
+
+
+@dataclass(frozen=True)
+class PreferencePairs(Advantage):
+    """Ψ_i = 2β/(G − 1)·Σ_j ±σ(∓β(h_i − h_j)), + where R_i > R_j, − where R_i < R_j; h the completion's log π_old/π_ref.
+
+    The gradient of DPO's loss −log σ(β(h_right − h_wrong)) for samples of the policy itself, the mean over the prompt's pairs; the
+    rewards only say which of two is preferred, and a pair with equal ones adds 0. A pair that the policy already tells apart by
+    more than π_ref does counts little: that is the penalty for leaving π_ref. With `SequenceSum`, two samples and one update per
+    rollout, as Ψ is of π_old, it is online DPO.
+    Source: Guo et al. 2024 (OAIF), arXiv:2402.04792, algorithm 1, with the loss of Rafailov et al. 2023 (DPO), eq. 7; for two
+    samples as in TRL, experimental/online_dpo/online_dpo_trainer.py.
+    """
+
+    beta: float = setting(0.1, "above 0")
+    """β of the KL to π_ref whose best policy the preferences are taken to describe."""
+    needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
+    starts_chain: ClassVar[bool] = True
+    gives: ClassVar[Stage | None] = "score"
+    uses_group_statistics: ClassVar[bool] = True
+
+    def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if algorithm.reference is not None and algorithm.reference.templates:
+            yield (
+                "PreferencePairs compares all completions of a prompt with π_ref, which may not have read some with "
+                "Reference.templates: set templates=()"
+            )
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"{2 * self.beta:g}·mean_{{j≠i}} ±σ(∓{self.beta:g}(h_i − h_j)), + where R_i>R_j;  h = Σ_t log π_old/π_ref"
+        )
+
+    def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
+        total = total_rewards(batch)
+        change = masked.apply_mask(batch.require("logp_old", self) - batch.require("logp_ref", self), batch.mask)
+        h, compared = change.sum(1).to(total.dtype), batch.counted & batch.mask.any(1)
+        value = torch.zeros_like(total)
+        for rows in split_by_group(compared.nonzero().flatten(), batch.group):
+            sign = (total[rows, None] - total[rows]).sign()
+            pulls = sign * torch.sigmoid(-sign * self.beta * (h[rows, None] - h[rows]))
+            value[rows] = 2 * self.beta * pulls.sum(1) / max(1, len(rows) - 1)
+        return masked.apply_mask(value[:, None], batch.mask)
 
 
 # Several reward functions: each is normalised within its group before they are summed.

@@ -12,7 +12,7 @@ from torch import Tensor
 from policygrad.core.advantages import is_constant_group, total_rewards
 from policygrad.core.base import Filter, State
 from policygrad.core.batch import Batch
-from policygrad.core.masked import Groups
+from policygrad.core.masked import Groups, split_by_group
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
 from policygrad.core.outputs import check_same_batch
 from policygrad.core.settings import COUNT, acts_with, check_setting, choice, setting
@@ -174,14 +174,21 @@ class Downsample(Filter):
     """Train on `keep` of a prompt's N completions, or on all if fewer have a reward and a token.
 
     Its state is {"rollouts": number done}, which with `seed` determines the random numbers, so that a resumed run makes the same
-    choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3).
+    choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3). With
+    statistics='kept' too, shortest and reward_per_token: Shrivastava et al. 2025 (GFPO), arXiv:2508.09726, algorithm 1; and
+    best_one, or max_variance of two, the best and the worst: Zhang et al. 2024 (PF-PPO), arXiv:2409.06957, sec. 4.
     """
 
     keep: int = setting(4, "at least 1", "completion")
     """G ≤ N, N the samples per prompt."""
-    by: Literal["random", "max_variance"] = choice(random="", max_variance="")
+    by: Literal["random", "max_variance", "best_one", "shortest", "reward_per_token"] = choice(
+        random="", max_variance="", best_one="", shortest="", reward_per_token=""
+    )
     """random: with statistics='all' the expected gradient is that of all N.
-    max_variance: the subset with the largest variance of rewards (some lowest and some highest), equal rewards in random order."""
+    max_variance: the subset with the largest variance of rewards (some lowest and some highest).
+    best_one: the highest reward, the first of equal ones, and others at random.
+    shortest: the fewest sampled tokens. reward_per_token: the largest R/|o|.
+    Elsewhere equal ones are taken in random order."""
     statistics: Literal["all", "kept"] = choice(all="", kept="")
     """all: baseline, scale and critic use all N; dropped completions get weight 0, and the others N/G.
     kept: dropped completions are ignored."""
@@ -191,7 +198,7 @@ class Downsample(Filter):
 
     @property
     def chooses_by_reward(self) -> bool:  # type: ignore[override]
-        return self.by == "max_variance"
+        return self.by in ("max_variance", "best_one", "reward_per_token")
 
     def find_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
         if self is not algorithm.filters[-1]:
@@ -208,7 +215,13 @@ class Downsample(Filter):
 
     @property
     def formula(self) -> str:
-        which = "at random" if self.by == "random" else "of the largest variance of R"
+        which = {
+            "random": "at random",
+            "max_variance": "of the largest variance of R",
+            "best_one": "the best and others at random",
+            "shortest": "the shortest",
+            "reward_per_token": "of the largest R/|o|",
+        }[self.by]
         over = "statistics over all, × N/G" if self.statistics == "all" else "the others ignored"
         return f"G = {self.keep} of a group's N, {which}; {over}"
 
@@ -227,12 +240,26 @@ class Downsample(Filter):
         order = torch.rand(len(batch.group), generator=generator).argsort().to(batch.group.device)
         order = order[batch.mask.any(1)[order]]
         chosen = torch.zeros_like(batch.group, dtype=torch.bool)
-        for group in set(batch.group[order].tolist()):
-            rows = order[batch.group[order] == group]
-            by_variance = self.by == "max_variance"
-            kept = max_variance_subset(batch.outcomes[rows], self.keep) if by_variance else slice(self.keep)
-            chosen[rows[kept]] = True
+        for rows in split_by_group(order, batch.group):
+            chosen[rows[self._choose_places(batch, rows)]] = True
         return chosen
+
+    def _choose_places(self, batch: Batch, rows: Tensor) -> Tensor | slice:
+        """Return which of `rows`, one prompt's completions in random order, are chosen."""
+        reward, length = batch.outcomes[rows], batch.lengths[rows]
+        if self.by == "max_variance":
+            return max_variance_subset(reward, self.keep)
+        if self.by == "random":
+            return slice(self.keep)
+        best = torch.where(
+            reward == reward.max(), rows, len(batch.group)
+        ).argmin()  # the others' order is independent of it
+        score = {
+            "best_one": torch.arange(len(rows), device=rows.device) == best,
+            "shortest": -length,
+            "reward_per_token": reward / length,
+        }[self.by]
+        return score.to(reward.dtype).argsort(descending=True, stable=True)[: self.keep]
 
     def __call__(self, batch: Batch) -> Batch:
         chosen = self.choose(batch)

@@ -300,12 +300,15 @@ class DivergenceClip(RatioGate):
 
     D compares the sampled token with all others together: the binary total variation |π_θ − π_old|, or the binary KL in nats,
     both lower bounds of the vocabulary's. A rare token may multiply its probability while a common one may not move far; a bound
-    on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
+    on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14; for `c`, sec. 5.4 and the authors' code in verl,
+    verl/trainer/ppo/core_algos.py (`compute_policy_loss_dppo_tv`).
     """
 
     measure: Literal["tv", "kl"] = choice(tv="|π_θ − π_old|", kl="binary, in nats")
     delta: float = setting(0.15, "above 0")
     """For the total variation; the authors use 0.05 for the binary KL."""
+    c: float = setting(math.inf, "above 1", unbounded=True)
+    """Largest weight: where r is larger, w = c, for either sign of Ψ. A low one is a bias; inf: none."""
     requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -316,7 +319,8 @@ class DivergenceClip(RatioGate):
     @property
     def formula(self) -> str:
         d = "|π_θ − π_old|" if self.measure == "tv" else "binary KL(π_old‖π_θ)"
-        return f"r, or 0 where D>{self.delta:g} and Ψ>0, r>1 or Ψ<0, r<1;  D = {d}"
+        r = "r" if self.c == math.inf else f"min(r, {self.c:g})"
+        return f"{r}, or 0 where D>{self.delta:g} and Ψ>0, r>1 or Ψ<0, r<1;  D = {d}"
 
     def divergence(self, ratio: Tensor, batch: Batch) -> Tensor:
         """Return D [B, T]; 0 where π_old is the policy itself."""
@@ -335,11 +339,12 @@ class DivergenceClip(RatioGate):
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         below, above = self.clipped(ratio, psi, batch)
-        return masked.apply_mask(ratio, ~(below | above))
+        return masked.apply_mask(ratio.clamp(max=self.c), ~(below | above))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        """M·r·Ψ with the mask M under stop-gradient."""
-        return self.weight(ratio, psi, batch) * psi
+        """M·r·Ψ with the mask M under stop-gradient; M·c·(1 + log(r/c))·Ψ where r > c."""
+        excess = (ratio / self.c).clamp(min=1).log()
+        return self.weight(ratio, psi, batch) * (1 + excess) * psi
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,15 @@ def is_constant(x: Tensor, keep: Tensor) -> Tensor:
     return low.amin() >= high.amax() if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
+def split_by_group(rows: Tensor, group: Tensor) -> tuple[Tensor, ...]:
+    """Split the indices of some completions [n] by their groups [B], each in the given order."""
+    if not len(rows):
+        return ()
+    rows = rows[group[rows].argsort(stable=True)]
+    sizes: list[int] = torch.unique_consecutive(group[rows], return_counts=True)[1].tolist()
+    return torch.split(rows, sizes)
+
+
 class Groups:
     """Reductions over each prompt's completions where `keep` [B] is True; results are per completion, [B]."""
 

@@ -92,6 +92,21 @@ _HACKING = {"free": "no KL", "kl": "KL in the reward"}
 _NATS = "KL(π_old‖π), nats per completion"
 _BIAS, _VARIANCE = "bias / ‖∇J‖", "variance / ‖∇J‖²"
 
+_REJECTED = {
+    "none": "no correction",
+    "capped": "ρ up to 2",
+    "geometric": "geometric mask",
+    "product": "product mask",
+    "k3": "k3 mask",
+}
+_BEYOND = {
+    "importance": "r alone",
+    "kept": "CE-GPPO",
+    "clip": "clip",
+    "divergence": "DPPO",
+    "capped": "DPPO, r ≤ 1.2",
+    "flipped": "ASPO",
+}
 PLOTS: dict[str, ClaimPlot] = {
     "group_mean": _plot(
         "group size G", Panel("scale of E g", {"leave_one_out": "leave-one-out", "scale": "group mean"}, low=0)
@@ -133,6 +148,30 @@ PLOTS: dict[str, ClaimPlot] = {
         Panel("cosine of E g with ∇J", {"cosine": "Ψ = γ^k·R, k tokens to go"}),
     ),
     "product_ratio": _plot(_NATS, _panel(_BIAS, "bias", _RATIOS), _panel(_VARIANCE, "variance", _RATIOS), log=True),
+    "rejection": _plot(
+        "KL(π‖μ), nats per completion",
+        _panel(_BIAS, "bias", _REJECTED),
+        _panel(_VARIANCE, "variance", _REJECTED),
+        log=True,
+    ),
+    "beyond_the_clip": _plot(_NATS, _panel("cosine of E g and ∇J", "cosine", _BEYOND), log=True),
+    "likeliest_tokens": _plot(
+        "likeliest tokens k",
+        *(
+            Panel(
+                f"cosine, {label}", {f"{kind} one": "others as one", f"{kind} none": "others left out"}, low=0, high=1
+            )
+            for kind, label in (("reverse", "reverse KL"), ("js", "Jensen–Shannon"), ("forward", "forward KL"))
+        ),
+    ),
+    "filtered_answers": _plot(
+        "noise on the reward",
+        _panel(
+            "signal-to-noise ratio",
+            "snr",
+            {"random": "2 of 5 at random", "best": "best, another", "extremes": "best, worst"},
+        ),
+    ),
     "ratio_over_length": _plot(
         "longest answer (tokens)",
         _panel("standard deviation of w", "spread", _RATIOS),

@@ -13,6 +13,7 @@ from policygrad.core.advantages import RunningMean, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.divergences import REVERSE_KL
+from policygrad.core.filters import Downsample
 from policygrad.core.shaping import KLInReward
 from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
@@ -37,6 +38,11 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
         return (
             f"{algorithm.name} compares a completion with those before it (RunningMean, per='sample'), but the lab's steps have no "
             "order: use per='rollout', as in reinforce"
+        )
+    if any(isinstance(part, Downsample) for part in algorithm.filters):
+        return (
+            f"{algorithm.name} leaves to chance which completions it keeps (Downsample), and the lab enumerates completions, not "
+            "chances: the experiments kept_answers and filtered_answers sample it"
         )
     if algorithm.reference is not None and algorithm.reference.templates:
         return (

@@ -73,11 +73,16 @@ def trpo(prompts: Prompts, max_tokens: int) -> Tensor:
     return J / count_tokens(prompts)
 
 
-def ppo(prompts: Prompts, max_tokens: int) -> Tensor:
+def ppo(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:
     """The clipped objective of GAE(1, 0.95), whitened, with the KL in the reward. Schulman et al. 2017, eq. 7."""
     return clipped_token_mean(
-        prompts, whitened({id(o): gae(o, rewards(o, 0.05), 1.0, 0.95) for o in completions(prompts)})
+        prompts, whitened({id(o): gae(o, rewards(o, beta), 1.0, 0.95) for o in completions(prompts)})
     )
+
+
+def pf_ppo(prompts: Prompts, max_tokens: int) -> Tensor:
+    """PPO's objective on the completions that were kept, with 0.01 of the KL. Zhang et al. 2024 (PF-PPO), sec. 4."""
+    return ppo(prompts, max_tokens, 0.01)
 
 
 def ppo_penalty(prompts: Prompts, max_tokens: int, beta: float = 1.0) -> Tensor:

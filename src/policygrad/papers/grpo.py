@@ -32,6 +32,7 @@ from policygrad.papers.completions import (
     standard_deviation,
     tokens,
     total,
+    unit_log_pi,
 )
 
 
@@ -209,6 +210,27 @@ def lite_ppo(prompts: Prompts, max_tokens: int) -> Tensor:
     rewards = [o.reward for o in completions(prompts)]
     scale = standard_deviation(rewards) + 1e-4 if len(rewards) > 1 else 1.0
     return token_mean(prompts, lambda outputs: [centered(o, outputs) / scale for o in outputs])
+
+
+def gfpo(prompts: Prompts, max_tokens: int, beta: float = 0.001, gamma: float = 0.001) -> Tensor:
+    """The clipped token mean of (R − mean)/std, both of the completions in `prompts`, the kept ones, − β k3 + γ H.
+
+    The std divides by their number; H is the score-function estimate. Shrivastava et al. 2025 (GFPO), eq. 2.
+    """
+    J = total([])
+    for outputs in prompts:
+        rewards = [o.reward for o in outputs]
+        scale = standard_deviation(rewards, ddof=0) + 1e-4
+        for o in outputs:
+            for t in range(len(o)):
+                bonus = -gamma * (o.r(t) * o.logp[t]).detach()
+                J = (
+                    J
+                    + clipped_surrogate(o, t, centered(o, outputs) / scale)
+                    - beta * k3(o, t)
+                    + bonus * unit_log_pi(o, t)
+                )
+    return J / count_tokens(prompts)
 
 
 def maxrl(prompts: Prompts, max_tokens: int) -> Tensor:

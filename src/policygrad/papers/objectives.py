@@ -13,7 +13,7 @@ from policygrad.core.advantages import FrozenRunningMean, RunningMean
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
 from policygrad.core.batch import Batch
-from policygrad.core.filters import Curriculum, DropZeroVariance
+from policygrad.core.filters import Curriculum, Downsample, DropZeroVariance, FrozenDownsample
 from policygrad.core.terms import KLToOld
 from policygrad.errors import ConfigError
 from policygrad.papers import critics, grpo, reinforce, signals, trust_regions
@@ -31,6 +31,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "ppo": critics.ppo,
     "ppo_penalty": critics.ppo_penalty,
     "vapo": critics.vapo,
+    "pf_ppo": critics.pf_ppo,
     "vineppo": critics.vineppo,
     "grpo": grpo.grpo,
     "grpo_process": signals.grpo_process,
@@ -47,6 +48,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "astar_po": reinforce.astar_po,
     "reinforce_pp": reinforce.reinforce_pp,
     "reinforce_pp_baseline": reinforce.reinforce_pp_baseline,
+    "online_dpo": reinforce.online_dpo,
     "otb": reinforce.otb,
     "gpg": reinforce.gpg,
     "raft": reinforce.raft,
@@ -58,6 +60,7 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
     "dro": reinforce.dro,
     "scale_rl": grpo.scale_rl,
     "lite_ppo": grpo.lite_ppo,
+    "gfpo": grpo.gfpo,
     "gmpo": trust_regions.gmpo,
     "dppo": trust_regions.dppo,
     "prime_rl": trust_regions.prime_rl,
@@ -91,7 +94,20 @@ PAPER_OBJECTIVES: Mapping[str, Objective] = {
 length of Dr. GRPO's denominator and of overlong penalties). J is in float64, with the graph of log π_θ."""
 
 READ_TOKEN_REWARDS = frozenset(
-    {"reinforce", "otb", "a2c", "trpo", "natural", "ppo", "ppo_penalty", "vapo", "vineppo", "grpo_process", "gigpo"}
+    {
+        "reinforce",
+        "otb",
+        "a2c",
+        "trpo",
+        "natural",
+        "ppo",
+        "ppo_penalty",
+        "pf_ppo",
+        "vapo",
+        "vineppo",
+        "grpo_process",
+        "gigpo",
+    }
 )
 READ_WEIGHTS = frozenset(
     {
@@ -196,7 +212,9 @@ FORMULA_FIELDS = (
 WITHOUT_EFFECT: Mapping[type[Part], frozenset[str]] = {
     RunningMean: frozenset({"decay", "baseline", "means"}),  # the objective reads the current mean
     DropZeroVariance: frozenset({"max_rounds", "keep_leftovers"}),
+    Downsample: frozenset({"seed", "rollout"}),
 }
+UNDER_A_STATE: Mapping[type[Any], type[Any]] = {FrozenRunningMean: RunningMean, FrozenDownsample: Downsample}
 ADAPTIVE = frozenset({"beta", "target", "rule"})  # of `KLToOld` in ppo_penalty: the objective reads the current β
 
 
@@ -235,7 +253,7 @@ def _formula_parts(algorithm: Algorithm, field: str) -> Described:
 def _describe(part: object, name: str) -> tuple[object, dict[str, object]]:
     if not is_dataclass(part):
         return part, {}
-    kind: type[Any] = RunningMean if type(part) is FrozenRunningMean else type(part)
+    kind: type[Any] = UNDER_A_STATE.get(type(part), type(part))
     left_out = ADAPTIVE if name == "ppo_penalty" and kind is KLToOld else WITHOUT_EFFECT.get(kind, frozenset())
     return kind, {f.name: getattr(part, f.name) for f in fields(part) if f.name not in left_out}
 

@@ -70,6 +70,24 @@ def rloo(prompts: Prompts, max_tokens: int, beta: float = 0.05) -> Tensor:
     return J / count(prompts)
 
 
+def online_dpo(prompts: Prompts, max_tokens: int, beta: float = 0.1) -> Tensor:
+    """Over the pairs of a prompt, the mean of β σ(−β(h⁺ − h⁻)) (log π(o⁺) − log π(o⁻)), h = log π_old/π_ref. Guo et al. 2024.
+
+    Prompts count by their number of completions. It has the gradient of log σ(β(h⁺ − h⁻)), DPO's loss, at π_θ = π_old.
+    """
+    J = total([])
+    for outputs in prompts:
+        h = {id(o): math.fsum(o.old) - math.fsum(o.ref) for o in outputs}
+        for right in outputs:
+            for wrong in outputs:
+                if right.reward > wrong.reward:
+                    pull = beta / (1 + math.exp(beta * (h[id(right)] - h[id(wrong)])))
+                    change = total(unit_log_pi(right, t) for t in range(len(right)))
+                    change = change - total(unit_log_pi(wrong, t) for t in range(len(wrong)))
+                    J = J + len(outputs) * pull * change / math.comb(len(outputs), 2)
+    return J / count(prompts)
+
+
 def opo(prompts: Prompts, max_tokens: int) -> Tensor:
     """1/B Σ_i (R_i − b) log π(o_i), b = Σ_j |o_j| R_j / Σ_j |o_j| over the prompt's completions. Hao et al. 2025."""
     J = total([])

@@ -54,8 +54,12 @@ def dppo(
     max_tokens: int,
     divergence: Callable[[float, float], float] = total_variation,
     bound: float = 0.15,
+    c: float = 10_000.0,
 ) -> Tensor:
-    """Σ M r Â over the budget, M = 0 where D > δ and r has moved the way Â pushes; Â without the std, π_old = μ. Qi et al. 2026."""
+    """Σ M sg[min(r, c)] Â log π over the budget, M = 0 where D > δ and r has moved the way Â pushes. Qi et al. 2026.
+
+    Â is without the std, π_old = μ. log π is stated up to a constant of θ, so that a token's value is r Â up to r = c.
+    """
     J = total([])
     for outputs in prompts:
         for o in outputs:
@@ -64,7 +68,8 @@ def dppo(
                 new = float(o.logp[t].detach())
                 away = A * (new - o.old[t]) > 0
                 if not (away and divergence(math.exp(o.old[t]), math.exp(new)) > bound):
-                    J = J + o.r(t) * A
+                    r = o.r(t)
+                    J = J + (r if r <= c else c * (1 + torch.log(r / c))) * A
     return J / (count(prompts) * max_tokens)
 
 

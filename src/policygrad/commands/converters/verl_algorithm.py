@@ -34,6 +34,8 @@ LOSSES = {  # loss_mode with the estimator grpo -> the algorithm here
     "kl_cov": "kl_cov",
     "geo_mean": "gmpo",
     "cispo": "cispo",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
 }
 AGGREGATIONS = {
     "token-mean": "TokenMean",
@@ -150,7 +152,10 @@ def _answer_loss(options: Options, loss: str) -> Iterator[Outcome]:
         yield Line("algorithm.gate", "Importance", source)
         return
     yield Line("algorithm.ratio", "Sequence" if loss == "gspo" else "Token", source)
-    yield from _answer_clip(options, loss, mode)
+    if loss in ("dppo_tv", "dppo_kl"):
+        yield from _answer_divergence_clip(options, loss)
+    else:
+        yield from _answer_clip(options, loss, mode)
 
 
 def _answer_reinforce(options: Options) -> Iterator[Outcome]:
@@ -164,6 +169,23 @@ def _answer_reinforce(options: Options) -> Iterator[Outcome]:
     yield Line("algorithm.gate", "ClippedImportance", (kind,))
     yield Line("algorithm.gate.low", 0.0, (kind,))
     yield options.number_line("algorithm.gate.high", threshold)
+
+
+def _answer_divergence_clip(options: Options, loss: str) -> Iterator[Outcome]:
+    source, low, high = (
+        f"{ACTOR}.policy_loss.loss_mode",
+        *(options.first(f"{ACTOR}.clip_ratio_{side}", f"{ACTOR}.clip_ratio") for side in ("low", "high")),
+    )
+    if options.number(low) != options.number(high):
+        raise ConfigError(
+            f"{low} and {high} differ with {loss}, and the bound on the divergence is one for both sides here: give them one value"
+        )
+    yield Line("algorithm.gate", "DivergenceClip", (source,))
+    yield Line("algorithm.gate.measure", loss.removeprefix("dppo_"), (source,))
+    yield Line("algorithm.gate.delta", float(options.number(high)), (low, high), "a divergence, no ratio, in verl too")
+    yield options.number_line("algorithm.gate.c", f"{ACTOR}.clip_ratio_c")
+    if not options.flag(f"{CORRECTION}.bypass_mode"):
+        yield Line("algorithm.old_policy", "learner", (source,), "without bypass_mode verl computes log π_old itself")
 
 
 def _answer_clip(options: Options, loss: str, mode: str) -> Iterator[Outcome]:
