@@ -154,7 +154,7 @@ PLOTS: dict[str, ClaimPlot] = {
         _panel(_VARIANCE, "variance", _REJECTED),
         log=True,
     ),
-    "beyond_the_clip": _plot(_NATS, _panel("cosine of E g and ∇J", "cosine", _BEYOND), log=True),
+    "beyond_the_clip": _plot(_NATS, _panel("cosine of E g and ∇J", "cosine", _BEYOND, low=0.7), log=True),
     "likeliest_tokens": _plot(
         "likeliest tokens k",
         *(
