@@ -237,8 +237,8 @@ class Batch(_Tensors):
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and value.dtype != dtype:
-                    wanted = str(dtype).removeprefix("torch.")
-                    raise ConfigError(f"Batch.{name} must be {wanted}, not {value.dtype}: {name}.{hint}")
+                    dtype_name = str(dtype).removeprefix("torch.")
+                    raise ConfigError(f"Batch.{name} must be {dtype_name}, not {value.dtype}: {name}.{hint}")
         if not self.reward.is_floating_point():
             raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:

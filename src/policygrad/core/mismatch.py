@@ -114,8 +114,8 @@ class MismatchMask(Correction):
         else:
             x = bounded_exp(change) if self.measure == "ratio" else bounded_expm1(change) - change
         if self.level in ("token", "any"):
-            kept = self._is_within(x) | ~sampled
-            return kept if self.level == "token" else kept.all(1, keepdim=True).expand(kept.shape) | ~sampled
+            passes = self._is_within(x) | ~sampled
+            return passes if self.level == "token" else passes.all(1, keepdim=True).expand(passes.shape) | ~sampled
         total = masked.apply_mask(x, sampled).sum(1, keepdim=True)
         count = sampled.sum(1, keepdim=True).clamp(min=1) if self.level == "mean" else 1
         return self._is_within(total / count).expand(sampled.shape) | ~sampled

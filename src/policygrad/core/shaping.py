@@ -175,9 +175,9 @@ class RunningScale(Shaping):
         if not len(scores):
             return self.count, self.mean, self.square
         new, mean = len(scores), float(scores.mean())
-        count, apart = self.count + new, mean - self.mean
-        square = self.square + float(((scores - mean) ** 2).sum()) + apart**2 * self.count * new / count
-        return count, self.mean + apart * new / count, square
+        count, distance = self.count + new, mean - self.mean
+        square = self.square + float(((scores - mean) ** 2).sum()) + distance**2 * self.count * new / count
+        return count, self.mean + distance * new / count, square
 
     def __call__(self, batch: Batch) -> Batch:
         count, mean, square = self._moments(batch)

@@ -134,10 +134,10 @@ class TimeModel:
 
     def _moving_seconds(self, moments: float, trained: float) -> float:
         """Return the seconds in which masters and moments that are in the host's memory come back and go again."""
-        kept = self.layout.optimizer
-        if kept.offload == "none":
+        optimizer = self.layout.optimizer
+        if optimizer.offload == "none":
             return 0.0
-        masters = 0 if self.layout.only_adapters else trained * kept.master_bytes(self.layout.bytes_per_number, 1)
+        masters = 0 if self.layout.only_adapters else trained * optimizer.master_bytes(self.layout.bytes_per_number, 1)
         return 2 * (moments + masters) / min(self.device.link, PCIE_5) / self.efficiency.link
 
     def count_read_twice(self, workload: Workload, algorithm: AlgorithmCost) -> float:
@@ -248,9 +248,9 @@ class TimeModel:
         training = algorithm.epochs * self.training_seconds(tokens, algorithm, read_twice) / ranks
         links = batches * (BACKWARD_PASSES * gather + reduce)
         training = max(training + experts * links, links)
-        kept = self.layout.optimizer
+        optimizer = self.layout.optimizer
         outer = 0.0 if self.layout.only_adapters else shape.around_parameters / shape.parameters
-        moments = kept.count_moments(outer)
+        moments = optimizer.count_moments(outer)
         state = 2 * (MASTER_BYTES + moments) + GRADIENT_BYTES + number
         trained = algorithm.updates * algorithm.trained_models * trains
         size = shape.parameters * number

@@ -20,16 +20,19 @@ def sample_with_replay(
         request: Its leftover groups are the buffer's, oldest first.
     """
     this_round = sample(prompts_per_step, request.position)
-    groups, kept = list(this_round.groups), [g for g in request.leftover_groups if _age(g, request) <= buffer.max_age]
+    groups, buffered = (
+        list(this_round.groups),
+        [g for g in request.leftover_groups if _age(g, request) <= buffer.max_age],
+    )
     fresh = [group for group, is_dropped in zip(groups, this_round.dropped, strict=True) if not is_dropped]
     places = [place for place, is_dropped in enumerate(this_round.dropped) if is_dropped]
-    drawn = buffer.draw([_worth(group) for group in kept], len(places), request.step)
+    drawn = buffer.draw([_score_group(group) for group in buffered], len(places), request.step)
     for place, index in zip(places, drawn, strict=False):
-        groups[place] = kept[index]
-    used = [kept[index] for index in drawn]
-    candidates = [g for i, g in enumerate(kept) if buffer.reuse or i not in drawn] + fresh
-    candidates = [group for group in candidates if _worth(group) > 0]  # not those whose every reward failed
-    left = tuple(candidates[i] for i in buffer.choose_kept([_worth(group) for group in candidates]))
+        groups[place] = buffered[index]
+    used = [buffered[index] for index in drawn]
+    candidates = [g for i, g in enumerate(buffered) if buffer.reuse or i not in drawn] + fresh
+    candidates = [group for group in candidates if _score_group(group) > 0]  # not those whose every reward failed
+    left = tuple(candidates[i] for i in buffer.choose_kept([_score_group(group) for group in candidates]))
     metrics: Metrics = {
         "replay/used": Sum(float(len(used))),
         "replay/missing": Sum(float(len(places) - len(used))),
@@ -45,5 +48,5 @@ def _age(group: EpisodeGroup, request: RolloutRequest) -> int:
     return request.step - group.spec.key[2]
 
 
-def _worth(group: EpisodeGroup) -> float:
+def _score_group(group: EpisodeGroup) -> float:
     return measure_worth([trajectory.reward for trajectory in group.trajectories])

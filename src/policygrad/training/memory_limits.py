@@ -144,11 +144,11 @@ class MemoryUse:
         if optimizers is None:  # several processes, or a learner of the user's
             trained = sum(p.numel() for p in parameters if p.requires_grad)
             copies = sum(p.numel() for p in parameters if p.requires_grad and p.element_size() < 4)
-            beside = 0
+            others_bytes = 0
         else:
             masters = [(p, o.masters[n]) for o in optimizers for n, p in o.parameters.items()]
             trained, copies = sum(m.numel() for _, m in masters), sum(m.numel() for p, m in masters if p is not m)
-            beside = sum(p.nbytes for o in optimizers[1:] for p in o.parameters.values())
+            others_bytes = sum(p.nbytes for o in optimizers[1:] for p in o.parameters.values())
         share = max(1, config.learner.world_size)
         other = int(getattr(learner, "reference_parameters", 0)) * parameters[0].element_size()
         parts = {
@@ -156,7 +156,7 @@ class MemoryUse:
             "gradients": GRADIENT_BYTES * trained // share,
             "moments": int(moment_bytes * trained) // share,
             "float32 copies of the weights": MASTER_BYTES * copies // share,
-            "other models": (other + beside) // share,
+            "other models": (other + others_bytes) // share,
         }
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         return cls(model, config.learner, _describe_capacity(device), parts)

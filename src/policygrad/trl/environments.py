@@ -65,8 +65,8 @@ class Environments:
         opened = list[Any]()
         for row, prompt, environment in zip(rows, prompts, self.current, strict=True):
             arguments = {k: v for k, v in row.items() if not (self.is_named and k == "environment")}
-            said = environment.reset(**arguments)
-            opened.append(prompt if said is None else _append(prompt, said))
+            observation = environment.reset(**arguments)
+            opened.append(prompt if observation is None else _append(prompt, observation))
         return opened
 
     def methods(self, row: int) -> list[Callable[..., Any]]:
@@ -95,11 +95,11 @@ def make_reward(kind: Any) -> Callable[..., Any]:
     return read_reward
 
 
-def _append(prompt: Any, said: Any) -> Any:
+def _append(prompt: Any, observation: Any) -> Any:
     """Return messages whose last goes on with what an environment says: text, or parts with pictures."""
     content = prompt[-1]["content"]
-    if isinstance(said, list) and isinstance(content, str):
+    if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if isinstance(said, str) and isinstance(content, list):
-        said = [{"type": "text", "text": said}]
-    return [*prompt[:-1], {**prompt[-1], "content": content + said}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]

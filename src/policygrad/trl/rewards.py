@@ -132,11 +132,11 @@ def _compare(
             scores.append(0.0 if answer is None else None)
             read.append(("[incomplete reasoning]",) * 2 if answer is None else ("[unparseable]", "[skipped]"))
             continue
-        found = parse(answer, extraction_config=[how], extraction_mode="first_match", **parsing)
-        scores.append(float(verify(gold, found, timeout_seconds=5 if is_main else None)))
-        read.append((str(gold), str(found) if found else "[unparseable]"))
+        parsed = parse(answer, extraction_config=[how], extraction_mode="first_match", **parsing)
+        scores.append(float(verify(gold, parsed, timeout_seconds=5 if is_main else None)))
+        read.append((str(gold), str(parsed) if parsed else "[unparseable]"))
     if log_extra is not None:
         log_extra("solution", list(solutions))
         log_extra("gold_parsed", [gold for gold, _ in read])
-        log_extra("answer_parsed", [found for _, found in read])
+        log_extra("answer_parsed", [answer for _, answer in read])
     return scores

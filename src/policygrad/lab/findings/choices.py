@@ -340,7 +340,7 @@ def _sampled_gradients(
     group = torch.arange(steps).repeat_interleave(size)
     batch = Batch(mask=world.mask[rows], group=group, reward=given, logp_old=world.token_logp(theta)[rows])
     algorithm = with_advantage(GroupMean(), filters=(part,))
-    kept = algorithm.apply_filters(batch)
-    psi = algorithm.compute_advantages(kept).gather(1, kept.mask.int().argmax(1, keepdim=True))
+    filtered = algorithm.apply_filters(batch)
+    psi = algorithm.compute_advantages(filtered).gather(1, filtered.mask.int().argmax(1, keepdim=True))
     gradient = psi * world.scores(theta)[rows] / part.keep
     return torch.zeros(steps, gradient.shape[1], dtype=torch.float64).index_add_(0, group, gradient)

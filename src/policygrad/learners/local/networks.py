@@ -69,8 +69,8 @@ class TrainedNetworks:
 
         def run(part: Pack) -> None:
             if "kl_ref" in needs and self.reference is None:  # a server's tokens, which such a pass has not
-                nothing = part.tokens.new_zeros((int(part.mask.sum()), 1))
-                part = replace(part, reference_top=TopTokens(nothing, nothing.to(part.reads)))
+                zeros = part.tokens.new_zeros((int(part.mask.sum()), 1))
+                part = replace(part, reference_top=TopTokens(zeros, zeros.to(part.reads)))
             with evaluator.network.uncounted(), backward_mode(evaluator.model, self.config.gradient_checkpointing):
                 backward_zero(evaluator.forward(part, needs, self.old, self.reference, divergence=self.divergence).logp)
 

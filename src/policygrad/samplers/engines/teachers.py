@@ -230,10 +230,10 @@ def _choose_top(
     """
     fewest = min(map(len, likeliest), default=k)
     if len(likeliest) != number or fewest < k:
-        told = f"{fewest}" if len(likeliest) == number else f"those of {len(likeliest)} tokens of {number}"
+        count_text = f"{fewest}" if len(likeliest) == number else f"those of {len(likeliest)} tokens of {number}"
         option = engine.top_k_option.format(k=k)
         raise EngineError(
-            f"the teacher at {url} was asked for its {k} likeliest tokens (ExactKLToReference.top_k) and tells {told}: "
+            f"the teacher at {url} was asked for its {k} likeliest tokens (ExactKLToReference.top_k) and tells {count_text}: "
             + (f"{option}, or " if option else "")
             + f"set top_k to {fewest or 1} at most"
         )

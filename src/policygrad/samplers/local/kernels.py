@@ -45,7 +45,7 @@ def attend_once(
         texts, heads, columns, _ = keys.shape
         each, most = query_heads // heads, of_rows.shape[1]
         block = min(64, max(16, triton.next_power_of_2(most * each)))
-        here = slice(begin, begin + number)
+        splits_of_part = slice(begin, begin + number)
         _attend_part[(texts * heads, triton.cdiv(most * each, block), number)](
             query,
             keys,
@@ -53,9 +53,9 @@ def attend_once(
             of_rows,
             first,
             last,
-            partial[here],
-            largest[here],
-            total[here],
+            partial[splits_of_part],
+            largest[splits_of_part],
+            total[splits_of_part],
             *keys.stride()[:3],
             *values.stride()[:3],
             rows,
@@ -103,8 +103,8 @@ def _count_splits(keys: Tensor, most: int) -> tuple[int, int]:
     They depend on shapes alone, so that a captured graph can be replayed while more columns are used.
     """
     texts, heads, columns, _ = keys.shape
-    wanted = min(_MOST_SPLITS, max(1, _PROGRAMS // (texts * heads * max(1, most // 16))))
-    size = max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(columns, wanted)))
+    split_count = min(_MOST_SPLITS, max(1, _PROGRAMS // (texts * heads * max(1, most // 16))))
+    size = max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(columns, split_count)))
     return triton.cdiv(columns, size), size
 
 
@@ -253,15 +253,15 @@ def _combine_parts(
         sink = tl.load(sinks + program % heads).to(tl.float32)
         top = tl.maximum(top, sink)
     shrink = tl.exp(tops - top)
-    whole = tl.sum(weights * shrink, 0)
+    sum_of_weights = tl.sum(weights * shrink, 0)
     if HAS_SINKS:
-        whole += tl.exp(sink - top)
+        sum_of_weights += tl.exp(sink - top)
     values = tl.load(
         partial + at[:, None] * VALUE_WIDTH + e[None],
         mask=(split < count)[:, None] & (e < VALUE_WIDTH)[None],
         other=0.0,
     )
-    mixed = tl.sum(values * shrink[:, None], 0) / whole
+    mixed = tl.sum(values * shrink[:, None], 0) / sum_of_weights
     tl.store(out + program * VALUE_WIDTH + e, mixed.to(out.dtype.element_ty), mask=e < VALUE_WIDTH)
 
 
@@ -299,18 +299,18 @@ def _draw(
     top = tl.max(tops, 0)
     sums = tl.load(total + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     cumulative = tl.cumsum(sums * tl.exp(tops - top).to(tl.float64), 0)
-    whole = tl.sum(tl.where(chunk == chunks - 1, cumulative, 0.0), 0)
-    target = tl.load(uniforms + row) * whole
-    found = tl.sum(((cumulative <= target) & (chunk < chunks)).to(tl.int32), 0)
-    found = tl.minimum(found, chunks - 1)
-    target -= tl.sum(tl.where(chunk == found - 1, cumulative, 0.0), 0)
+    sum_of_weights = tl.sum(tl.where(chunk == chunks - 1, cumulative, 0.0), 0)
+    target = tl.load(uniforms + row) * sum_of_weights
+    chunk_index = tl.sum(((cumulative <= target) & (chunk < chunks)).to(tl.int32), 0)
+    chunk_index = tl.minimum(chunk_index, chunks - 1)
+    target -= tl.sum(tl.where(chunk == chunk_index - 1, cumulative, 0.0), 0)
     inside = tl.arange(0, CHUNK)
-    place = found * CHUNK + inside
+    place = chunk_index * CHUNK + inside
     x = tl.load(logits + row * stride + place, mask=place < size, other=float("-inf")).to(tl.float32) / temperature
     weights = tl.exp(x - top)
     offset = tl.sum((tl.cumsum(weights.to(tl.float64), 0) <= target).to(tl.int32), 0)
     last = tl.max(tl.where(weights > 0, inside, 0), 0)  # a chunk's two sums may differ in the last bits
     offset = tl.minimum(offset, last)
     chosen = tl.sum(tl.where(inside == offset, x, 0.0), 0)
-    tl.store(tokens + row, (found * CHUNK + offset).to(tl.int64))
-    tl.store(logps + row, (chosen.to(tl.float64) - top - tl.log(whole)).to(tl.float32))
+    tl.store(tokens + row, (chunk_index * CHUNK + offset).to(tl.int64))
+    tl.store(logps + row, (chosen.to(tl.float64) - top - tl.log(sum_of_weights)).to(tl.float32))
