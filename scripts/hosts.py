@@ -200,16 +200,25 @@ class Host:
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
         self._names.write_text("".join(f"{line}\n" for line in lines))  # in place: the file is mounted
 
-    def enter(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs a command on this host, and ends with whoever runs it."""
+    def enter(self, argv: Sequence[str], folder: str | os.PathLike[str] = ".") -> list[str]:
+        """Return the command that runs a command on this host in a folder, and ends with whoever runs it."""
         spaces = ["--net", "--pid", "--mount", "--uts", "--ipc"]
-        return ["nsenter", f"--target={self.pid}", *spaces, "--wdns=.", "setpriv", "--pdeathsig", "KILL", *argv]
+        return [
+            "nsenter",
+            f"--target={self.pid}",
+            *spaces,
+            f"--wdns={Path(folder).absolute()}",
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            *argv,
+        ]
 
     def start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a command here. Its environment says where gloo and NCCL meet the other hosts; `env` adds to this process's."""
         own = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         env = {**os.environ, **own, **options.pop("env", {})}
-        return subprocess.Popen(self.enter(argv), env=env, text=True, **options)
+        return subprocess.Popen(self.enter(argv, options.pop("cwd", ".")), env=env, text=True, **options)
 
     def run(
         self, argv: Sequence[str], check: bool = False, timeout: float | None = None, **options: Any
@@ -228,10 +237,10 @@ class Host:
 
     def kill(self) -> None:
         """End every process of the host at once."""
+        self._unshare.kill()  # before its child, whose end it would report
         with contextlib.suppress(ProcessLookupError):
             if self.pid:
                 os.kill(self.pid, signal.SIGKILL)
-        self._unshare.kill()
         self._unshare.communicate()
         self.pid = 0
 
