@@ -31,7 +31,7 @@ CLIENTS = (1, 8, 64)
 LONG, SHORT, HEAT = 160, 8, 100.0
 """Tokens of requests; a temperature at which the embedded model seldom ends a text early."""
 INSTRUCTIONS, QUESTION, EPISODES, TOGETHER = 12_000, 40, 8, 2
-CALLS, TOKENS = 8, 64
+CALLS, TOKENS = 4, 256
 """Requests of each of the 64 clients of an engine, and the most tokens of each."""
 
 

@@ -31,7 +31,7 @@ PREPARE = (
 )
 TRAIN = (
     "policygrad train grpo --model shown/model --task repair-tasks/train.jsonl --eval-data repair-tasks/held-out.jsonl"
-    " --environment repair.py:REPAIR --max-tokens 96 --steps 16 --prompts-per-step 8 --samples-per-prompt 8 --lr 1e-3"
+    " --environment repair.py:REPAIR --max-tokens 96 --steps 40 --prompts-per-step 8 --samples-per-prompt 8 --lr 1e-3"
     " --evaluation.samples-per-prompt 4 --seed {seed} --output repaired-{seed}"
 )
 HELD_OUT = 40 * 4

@@ -16,6 +16,7 @@ import torch
 
 import policygrad as pg
 from doubles import plain_agents
+from policygrad.environments import agent_episodes
 from policygrad.environments.agent_episodes import run_agent_episodes
 from policygrad.environments.agent_program import AgentProgram, write_prompt
 from policygrad.environments.registry import code_references, resolve_environment
@@ -357,6 +358,43 @@ def test_an_error_of_the_sampler_ends_the_rollout_even_where_calls_are_concurren
     with pytest.raises(pg.EngineError, match="the server is gone"):
         asyncio.run(run_agent_episodes([spec], 2, sampling, sampler=sampler, encoder=encoder, program=program))
     program.close()
+
+
+def test_no_request_to_a_server_waits_for_another_s_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that came in one look: the first is answered after the second."""
+    model, encoder = loaded()
+    answered = asyncio.Event()
+    answer = agent_episodes._Call.answer
+
+    def notice(call: Any, generations: Sequence[Generation]) -> None:
+        answer(call, generations)
+        answered.set()
+
+    class Slow(pg.LocalSampler):
+        serves_concurrently = True
+
+        async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+            generations = await super().generate(requests)
+            if any(request.key[4] == 0 for request in requests):  # of the first episode
+                await answered.wait()
+            return generations
+
+    monkeypatch.setattr(agent_episodes._Call, "answer", notice)
+    seen = list[int]()
+
+    def is_time(rollout: Any, running: Sequence[Any], now: float) -> bool:
+        seen.append(len(rollout.waiting))
+        return len(rollout.waiting) == 2
+
+    monkeypatch.setattr(agent_episodes._Rollout, "_is_time", is_time)
+    program = AgentProgram(function=f"{FILE}:one_answer")
+    spec, sampling = EpisodeSpec(EXAMPLE, (0, TRAIN, 1, 0), 8), pg.SamplingParams(max_tokens=8)
+    sampler = Slow.from_tokenizer(model, encoder)
+    work = run_agent_episodes([spec], 2, sampling, sampler=sampler, encoder=encoder, program=program)
+    (group,) = asyncio.run(asyncio.wait_for(work, 60))
+    program.close()
+    assert seen[-1] == 2
+    assert not any(trajectory.failure for trajectory in group.trajectories)
 
 
 def test_a_file_cannot_bring_in_a_program_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

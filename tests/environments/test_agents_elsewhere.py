@@ -232,8 +232,10 @@ def test_mini_swe_agent_is_trained_on_bugs_of_a_repository(
         code, _, err = run_command(*shlex.split(command)[1:], *options)
         assert code == 0, err
     before, step, after = rows(Path("repaired-0/metrics.jsonl"))
-    assert step["environment/calls"] == step["environment/steps"] >= 1
-    assert step["environment/ended_failed"] == 0
+    assert step["environment/calls"] >= 1
+    if "environment/ended_tokens" not in step:  # a model that was taught this little may talk on
+        assert step["environment/calls"] == step["environment/steps"]
+    assert step.get("environment/ended_failed", 0) == 0
     assert 0 <= before["eval/reward"] <= 1
     assert 0 <= after["eval/reward"] <= 1
     first = json.loads(Path("repaired-0/completions.jsonl").read_text().splitlines()[0])

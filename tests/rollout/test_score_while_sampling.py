@@ -114,8 +114,9 @@ class Plain:
 
 
 def test_environments_and_samplers_that_do_not_say_are_judged_at_the_end(made: Rollouter, pool: Early) -> None:
-    before, full = pool.completions, collected(with_pool(made, pool, early=False))
+    before = pool.completions
     for changes in ({"environment": Say}, {"sampler": Plain(made.sampler)}):
+        full = collected(with_pool(made, pool, early=False, **changes))
         assert equal(full, collected(with_pool(made, pool, **changes)))
     assert pool.completions == before
 

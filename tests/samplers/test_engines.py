@@ -380,6 +380,8 @@ def test_whatever_waits_shares_one_poll_which_ends_with_the_last_and_fails_for_a
             if len(looks) == 3:
                 raise ServerUnavailableError("gone")
             done[len(looks) - 1].set()
+            if len(looks) == 1:  # or it might look again before the 64 have ended
+                await asyncio.Event().wait()
 
         poll = SharedPoll(look, 1e-4)
         first = await asyncio.gather(*(poll.during(done[0].wait()) for _ in range(64)))
@@ -392,6 +394,30 @@ def test_whatever_waits_shares_one_poll_which_ends_with_the_last_and_fails_for_a
         assert [type(x) for x in results[1:]] == [ServerUnavailableError] * 2
         assert await poll.during(asyncio.sleep(0, "again")) == "again"
         assert len(asyncio.all_tasks()) == 1
+
+    wait(run())
+
+
+def test_what_begins_while_a_poll_is_ending_has_one_of_its_own(wait: AsyncRunner) -> None:
+    """At each moment of the end of what waited before it."""
+
+    async def never() -> None:
+        raise AssertionError("an interval has passed")
+
+    async def some() -> str:
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return "second"
+
+    async def run() -> None:
+        for moment in range(8):
+            poll = SharedPoll(never, 60.0)
+            first = asyncio.ensure_future(poll.during(asyncio.sleep(0, "first")))
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            assert await poll.during(some()) == "second"
+            assert await first == "first"
+            assert len(asyncio.all_tasks()) == 1
 
     wait(run())
 

@@ -141,10 +141,10 @@ def describe_chain(chain: tuple[Advantage, ...]) -> str:
     names = []
     for link in chain:
         settings = [
-            f"{name}={getattr(link, name)}"
-            for name in ("of", "ddof", "k", "norm", "leave_one_out", "value")
-            if hasattr(link, name)
+            f"{name}={getattr(link, name)}" for name in ("of", "ddof", "k", "norm", "value") if hasattr(link, name)
         ]
+        if isinstance(link, OptimalBaseline) or (isinstance(link, GroupStd) and link.leave_one_out):
+            settings.append(f"leave_one_out={link.leave_one_out}")
         if hasattr(link, "eps"):
             settings.append(f"eps={link.eps:g}")
         names.append(type(link).__name__ + (f"({', '.join(settings)})" if settings else ""))

@@ -150,12 +150,12 @@ class LossResult:
 # --- candidates
 
 
-def name_part(part: object) -> str:
-    """Return a part's name with its settings, as in Python."""
+def name_part(part: object, *names: str) -> str:
+    """Return a part's name with its settings, or those that are named, as in Python."""
     settings = [
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in vars(part).items()
-        if value is not None
+        if value is not None and (not names or name in names)
     ]
     return f"{type(part).__name__}({', '.join(settings)})"
 
@@ -457,7 +457,9 @@ def _corrections(recording: AuditBatch) -> list[tuple[str, TruncatedIS | MaskedI
     for level in ("token", "sequence"):
         for cap in [*caps, 1e9]:
             part = TruncatedIS(cap, level)
-            options.append((f"π_old/μ per {level}, not bounded" if cap == 1e9 else name_part(part), part))
+            options.append(
+                (f"π_old/μ per {level}, not bounded" if cap == 1e9 else name_part(part, "cap", "level"), part)
+            )
         for low in (0.0, 0.5):
             for cap in caps:
                 masking = MaskedIS(low, cap, level)

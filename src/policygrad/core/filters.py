@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupFilter(Filter):
-    """Base of the filters that drop prompts by their rewards, in one of three ways.
-
-    mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups
-    that are still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered
-    step and multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller.
-    """
+    """Base of the filters that drop prompts by their rewards, in one of the three ways that `DropZeroVariance` describes."""
 
     mode: Literal["refill", "reweight", "drop"] = choice(refill="", reweight="", drop="")
     max_rounds: int = acts_with(setting(4, COUNT), mode="refill")

@@ -138,9 +138,10 @@ class _Rollout:
                 running = [episode for episode in running if not episode.is_over]
             if self.waiting and self._is_time(running, now):
                 calls, self.waiting = self.waiting, []
-                if self.samples_at_once:
-                    self.tasks.add(task := asyncio.create_task(self._sample(calls)))
-                    task.add_done_callback(self.tasks.discard)
+                if self.samples_at_once:  # one by one, so that none waits for another's completion
+                    for call in calls:
+                        self.tasks.add(task := asyncio.create_task(self._sample([call])))
+                        task.add_done_callback(self.tasks.discard)
                 else:
                     await self._sample(calls)
                 continue

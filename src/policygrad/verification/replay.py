@@ -62,8 +62,8 @@ UNREPEATABLE_METRICS = (
     *("time/", "tokens_per_second", "tokens/computed", "sampler/prefill_"),
     *("rewards/failed_timeout", "rewards/logged/"),
 )
-"""Metrics that depend on the machine, on how busy it is, on how processes divide texts, and on what was sampled before the step; and
-what reward functions log, which may be a time."""
+"""Metrics that depend on the machine, on how busy it is, on how processes divide texts, and on what was sampled before the step;
+and what reward functions log, which may be a time."""
 
 
 @dataclass(frozen=True, eq=False)

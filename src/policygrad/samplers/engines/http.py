@@ -1,12 +1,16 @@
-"""An HTTP client for engine servers: one connection pool, one timeout per request, and a clear line between "later" and "no"."""
+"""An HTTP client for engine servers: connections that stay open, a timeout per request, a clear line between "later" and "no"."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError, install_command
+
+if TYPE_CHECKING:
+    import httpx
 
 _RETRY_STATUS = (408, 425, 429)  # status codes that mean "later", besides those from 500 on
 _MAX_SHOWN = 400  # characters of a reply that an error message repeats
@@ -38,7 +42,10 @@ class RequestRefusedError(EngineError):
 
 
 class HttpClient:
-    """A connection pool for all servers. It ignores proxy variables of the environment, as engines run close to the learner."""
+    """Connections to all servers. It ignores proxy variables of the environment, as engines run close to the learner.
+
+    Each request has an httpx client of its own while it is open, since a client looks at all of its connections for every request.
+    """
 
     def __init__(self, timeout: float, transport: Any = None, key: str = "") -> None:
         """
@@ -56,13 +63,17 @@ class HttpClient:
             raise EngineError(f"engine servers need the package httpx: {install_command('engines')}") from error
         self._error = httpx.RequestError
         self._timeout, self._key = timeout, key
-        self._client = httpx.AsyncClient(
+        self._make_client = partial(
+            httpx.AsyncClient,
             timeout=httpx.Timeout(None, connect=min(timeout, 5.0)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
             transport=transport,
+            verify=httpx.create_ssl_context(trust_env=False),  # reading the certificates takes longest
         )
+        self._clients, self._idle = list[httpx.AsyncClient](), list[httpx.AsyncClient]()
+        """All, and those without an open request, the last one used at the end."""
 
     async def post(self, url: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Send a request and return the reply, parsed as JSON, or as text if it is not JSON.
@@ -87,17 +98,25 @@ class HttpClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
+
+    def _add_client(self) -> httpx.AsyncClient:
+        self._clients.append(self._make_client())
+        return self._clients[-1]
 
     async def _request(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
         seconds = timeout or self._timeout
+        client = self._idle.pop() if self._idle else self._add_client()
         try:
             async with asyncio.timeout(seconds):  # for the full reply: httpx's own timeout is per received piece
-                reply = await self._client.request(method, url, json=body)
+                reply = await client.request(method, url, json=body)
         except self._error as error:
             raise ServerUnavailableError(f"{type(error).__name__} {error}".strip()) from error
         except TimeoutError as error:
             raise ServerUnavailableError(f"no answer within {seconds:g} seconds") from error
+        finally:
+            self._idle.append(client)
         if reply.status_code >= 300:
             text = (reply.text.replace(self._key, "…") if self._key else reply.text)[:_MAX_SHOWN]
             if reply.status_code in _RETRY_STATUS or reply.status_code >= 500:

@@ -46,6 +46,7 @@ class SharedPoll:
             if not self._waiting and self._repeating is not None:
                 self._repeating.cancel()
                 ending.append(self._repeating)
+                self._repeating = None  # what begins before it has ended needs one of its own
             # also an error raised while it was being cancelled
             await asyncio.gather(*ending, return_exceptions=True)
 
