@@ -13,7 +13,6 @@ import faulthandler
 import hmac
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -69,13 +68,12 @@ class ControlStore:
         self._store, self._key = store, key
 
     @classmethod
-    def connect(cls, rank: int, group: dist.ProcessGroup, host: str) -> ControlStore:
-        """Connect to the store that rank 0 serves at its address `host`; port and key are broadcast in `group`."""
+    def connect(cls, rank: int, group: dist.ProcessGroup, host: str, key: bytes) -> ControlStore:
+        """Connect to the store that rank 0 serves at its address `host`; the port is broadcast in `group`."""
         server = serve_store(host, STORE_TIMEOUT) if rank == 0 else None
-        message = [(0 if server is None else server.port, secrets.token_bytes(32))]
-        dist.broadcast_object_list(message, src=0, group=group)
-        port, key = message[0]
-        return cls(server or connect_to_store(host, port, STORE_TIMEOUT), key)
+        port = torch.tensor([0 if server is None else server.port])
+        dist.broadcast(port, src=0, group=group)
+        return cls(server or connect_to_store(host, int(port), STORE_TIMEOUT), key)
 
     def set(self, key: str, text: str) -> None:
         """Store a text, replacing an earlier one."""
