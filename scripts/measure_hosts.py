@@ -2,11 +2,11 @@
 
     sudo python scripts/measure_hosts.py [--only listening|ranks|engine …] [--faults NAME …] [--folder DIR]
 
-Two hosts train together. `ranks`: torchrun with a process on each. `engine`: the learner on host0, a server that samples (a stand-in
-for vLLM) on host1. At its third step the run has a fault. It must go on, or end within the stated time with a message that names the
-other host, and go on where `--resume` is called. Either way it has the completions and the weights of a run without a fault, to the
-bit: nothing was lost, and nothing sampled or trained with other weights. `listening`: every program that listens, with its sockets
-as `ss` lists them, each tried from a third host that has no key.
+Two hosts train together. `ranks`: torchrun with a process on each. `engine`: the learner on host0, a server that samples (a
+stand-in for vLLM) on host1. At its third step the run has a fault. It must go on, or end within the stated time with a message that
+names the other host, and go on where `--resume` is called. Either way it has the completions and the weights of a run without a
+fault, to the bit: nothing was lost, and nothing sampled or trained with other weights. `listening`: every program that listens,
+with its sockets as `ss` lists them, each tried from another host that has no key.
 
 What is measured replaces its part of the file; the rest stays. Exit code 1: a promise does not hold; the results name it.
 """
@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ class Program:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise RuntimeError(f"{self.name} has not ended after {seconds:g} s; it said:\n{self.said[-3000:]}") from None
+            raise RuntimeError(
+                f"{self.name} has not ended after {seconds:g} s; it said:\n{self.said[-3000:]}"
+            ) from None
 
     def wait_for(self, found: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
         """Return the first true answer. Raises RuntimeError if the program ends before, or it takes too long."""
@@ -151,8 +154,15 @@ def prepare(folder: Path) -> list[str]:
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(REWARD)
     words = f"--model {folder / 'policy'} --task {folder / 'sums.jsonl'} --reward {folder / 'mine.py'}:letters"
-    words += f" --steps {STEPS} --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 8 --lr 3e-3 --rewards.num-workers 1"
-    return ["train", "grpo", *words.split(), *"--evaluation.problems 0 --checkpoint.every 1 --checkpoint.keep 3".split()]
+    words += (
+        f" --steps {STEPS} --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 8 --lr 3e-3 --rewards.num-workers 1"
+    )
+    return [
+        "train",
+        "grpo",
+        *words.split(),
+        *["--evaluation.problems", "0", "--checkpoint.every", "1", "--checkpoint.keep", "3"],
+    ]
 
 
 def always(folder: Path) -> list[str]:
@@ -215,9 +225,17 @@ class Engine:
         """Start the server, and begin the run or go on with it; return the programs, the learner first."""
         serving = self.serve(lab, env.get(1, {}))
         more = ["--sampler.engine", "vllm", "--sampler.urls", "http://host1:8000"]
-        more += ["--sampler.folder", f"{run}-weights", "--sampler.timeout", "20", "--sampler.heartbeat", "5", *self.more]
+        more += [
+            "--sampler.folder",
+            f"{run}-weights",
+            "--sampler.timeout",
+            "20",
+            "--sampler.heartbeat",
+            "5",
+            *self.more,
+        ]
         words = ["train", "--resume", str(run)] if run.exists() else [*self.begin, *more, "--output", str(run)]
-        allow = [*always(self.folder), "--allow-code", "http://host1:8000"]
+        allow = [*always(self.folder), "--allow-code", "http://host1:8000", "--allow-code", f"{run}-weights"]
         return [start(lab.hosts[0], [*POLICYGRAD, *words, *allow], self.folder, env.get(0)), serving]
 
     def serve(self, lab: Laboratory, env: Mapping[str, str]) -> Program:
@@ -292,7 +310,12 @@ FAULTS = {
         "the other host loses its power", lambda lab, kind, programs: lab.power_off(1), goes_on=NEITHER, more=SHORT
     ),
     "first host dies": Fault(
-        "rank 0's host loses its power", lambda lab, kind, programs: lab.power_off(0), goes_on=NEITHER, names="rank 0", more=SHORT, only=("ranks",)
+        "rank 0's host loses its power",
+        lambda lab, kind, programs: lab.power_off(0),
+        goes_on=NEITHER,
+        names="rank 0",
+        more=SHORT,
+        only=("ranks",),
     ),
     "cut 5 s": Fault("the two are cut off from each other for 5 s", cut, seconds=5, goes_on=BOTH),
     "cut 60 s": Fault("for 60 s", cut, seconds=60, goes_on={"ranks": False, "engine": True}),
@@ -314,9 +337,18 @@ FAULTS = {
     "rate": Fault("1 Mbit/s, also while weights are sent", slow(Link(rate=1e6)), goes_on=BOTH),
     "clock": Fault("the other host's clock is ten minutes ahead", goes_on=BOTH),
     "clock jumps": Fault("rank 0's or the learner's clock jumps ten minutes back", goes_on=BOTH),
-    "dns": Fault("names are resolved no more, for 10 s", lambda lab, kind, programs: lab.name_hosts({}), lambda lab, kind, programs: lab.name_hosts(NAMES), seconds=10, goes_on=BOTH),
+    "dns": Fault(
+        "names are resolved no more, for 10 s",
+        lambda lab, kind, programs: lab.name_hosts({}),
+        lambda lab, kind, programs: lab.name_hosts(NAMES),
+        seconds=10,
+        goes_on=BOTH,
+    ),
     "dns for ever": Fault(
-        "names are resolved no more", lambda lab, kind, programs: lab.name_hosts({}), goes_on={"ranks": True, "engine": False}, more=SHORT
+        "names are resolved no more",
+        lambda lab, kind, programs: lab.name_hosts({}),
+        goes_on={"ranks": True, "engine": False},
+        more=SHORT,
     ),
     "address": Fault("the other host has another address", move, goes_on={"ranks": False, "engine": True}, more=SHORT),
     "disk": Fault(
@@ -423,10 +455,9 @@ def measure(kind: Any, name: str) -> Outcome:
     goes_on, broken = fault.goes_on[kind.name], list[str]()
     with Laboratory(2) as lab:
         fault.prepare(lab, kind.folder)
-        inside = run if not goes_on and fault.only == ("engine",) else run
         programs = kind.start(lab, run, fault.env)
         first = programs[0]
-        first.wait_for(lambda: seen_steps(lab, inside) >= 2, "second step")
+        first.wait_for(lambda: seen_steps(lab, run) >= 2, "second step")
         struck = time.monotonic()
         fault.strike(lab, kind, programs)
         alive = [one for one in programs if one.host.pid]
@@ -499,10 +530,269 @@ def measure_faults(kind: str, names: Sequence[str], folder: Path) -> Iterator[Ou
             yield measure(made, name)
 
 
+# --- what listens where
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A program that listens.
+
+    Args:
+        program: What a reader calls it.
+        argv: Its command; "{address}" and "{folder}" are filled in.
+        ready: What it says when it listens.
+        named: It was told to listen at the host's address.
+        torchrun: It is started by torchrun on two hosts; what the second one listens at is a row of its own.
+        allowed: What a stranger may be answered beside "refused", by the first word of what is said.
+    """
+
+    program: str
+    argv: tuple[str, ...]
+    ready: str
+    named: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    requests: tuple[str, ...] = ("GET / HTTP/1.0",)
+    allowed: tuple[str, ...] = ("401", "403")
+
+
+KEYS = "tml-a-key-of-this-laboratory"
+CHAT = "POST /v1/chat/completions HTTP/1.0"
+LISTENERS = (
+    Listener("serve", (*POLICYGRAD, "serve", "--folder", "{folder}/serve"), "serving "),
+    Listener(
+        "serve --host",
+        (
+            *POLICYGRAD,
+            "serve",
+            "--folder",
+            "{folder}/serve-named",
+            "--host",
+            "{address}",
+            "--api-keys",
+            "{folder}/keys",
+        ),
+        "serving ",
+        named=True,
+        requests=(
+            "GET / HTTP/1.0",
+            "POST /api/v1/create_session HTTP/1.0",
+            "GET /api/v1/get_server_capabilities HTTP/1.0",
+        ),
+    ),
+    Listener("proxy", (*POLICYGRAD, "proxy"), "serving "),
+    Listener(
+        "proxy --host",
+        (*POLICYGRAD, "proxy", "--host", "{address}"),
+        "serving ",
+        named=True,
+        requests=(CHAT, "POST /v1/messages HTTP/1.0", "GET /v1/models HTTP/1.0"),
+    ),
+    Listener("report --watch", (*POLICYGRAD, "report", "{folder}/run", "--watch"), "http://"),
+    Listener(
+        "report --watch --host",
+        (*POLICYGRAD, "report", "{folder}/run", "--watch", "--host", "{address}"),
+        "http://",
+        named=True,
+    ),
+    Listener("chat --page", (*POLICYGRAD, "chat", "tiny", "--page"), "http://"),
+    Listener(
+        "chat --page --host", (*POLICYGRAD, "chat", "tiny", "--page", "--host", "{address}"), "http://", named=True
+    ),
+    Listener("engine llama_cpp", (*POLICYGRAD, "engine", "llama_cpp", "--folder", "{folder}/weights"), " serves "),
+    Listener(
+        "engine llama_cpp --host",
+        (*POLICYGRAD, "engine", "llama_cpp", "--folder", "{folder}/weights", "--host", "{address}"),
+        " serves ",
+        named=True,
+        env={"SAMPLER_API_KEY": "a key of this laboratory alone"},
+        requests=("POST /completion HTTP/1.0", "GET /slots HTTP/1.0", "POST /props HTTP/1.0", "GET /health HTTP/1.0"),
+        allowed=("401", "403", "200 health"),
+    ),
+    Listener(
+        "train, with two processes, an engine of its own and --metrics-port",
+        ("{train}", "--learner.world-size", "2", "--sampler.engine", "llama_cpp", "--metrics-port", "9100"),
+        "/1000  reward ",
+    ),
+    Listener(
+        "train --metrics-port ADDRESS:9100",
+        ("{train}", "--metrics-port", "{address}:9100"),
+        "/1000  reward ",
+        named=True,
+        requests=("GET /metrics HTTP/1.0", "POST /metrics HTTP/1.0"),
+        allowed=("200 metrics", "404", "405", "501"),
+    ),
+)
+TORCHRUN = "train, started by torchrun on two machines"
+STORE, STORE_PORT = "torchrun's own store (--master-port)", 29500
+STRANGER = """
+import json, os, signal, socket, sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+
+def writes(address, port):
+    '''Whether it is a store that lets a stranger write; in a process of its own, since one that is none may never answer.'''
+    child = os.fork()
+    if not child:
+        try:
+            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
+            for key in ("exit 0", "exit 1", "heartbeat 1", "out of memory", "rank 1 is ready"):
+                store.set(key, "written by a stranger")
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    for _ in range(50):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+answers = {}
+for address, port, requests in json.loads(sys.argv[1]):
+    said = answers.setdefault(f"{address}:{port}", [])
+    for request in requests:
+        try:
+            with socket.create_connection((address, port), 5) as connection:
+                host = f"{address}:{port}"
+                connection.sendall(f"{request}\\r\\nHost: {host}\\r\\nContent-Length: 2\\r\\n\\r\\n{{}}".encode())
+                connection.settimeout(3)
+                first = connection.recv(4096).decode(errors="replace").split("\\r\\n")[0]
+                status = first.split(" ")[1] if first.startswith("HTTP/") else ""
+                path = request.split(" ")[1].strip("/").split("/")[-1]
+                said.append(f"{status} {path}" if status == "200" else status or "closed")
+        except ConnectionRefusedError:
+            said.append("refused")
+        except TimeoutError:
+            said.append("silent")
+        except OSError as error:
+            said.append("closed")
+    if said[-1] not in ("refused",) and not any(x[:1].isdigit() for x in said):
+        if writes(address, port):
+            said.append("store")
+print(json.dumps(answers))
+"""
+
+
+@dataclass
+class Socket:
+    """A socket that listens, and what a third host without a key was answered."""
+
+    program: str
+    command: str
+    listens: str
+    answers: str
+    broken: list[str]
+
+
+def sockets(host: Host) -> list[tuple[str, int]]:
+    """Return the addresses and ports at which a host listens, as ss lists them."""
+    said = host.run(["ss", "-Hltn"], check=True).stdout
+    places = [line.split()[3].rpartition(":") for line in said.splitlines()]
+    return sorted({(at.strip("[]").partition("%")[0], int(port)) for at, _, port in places})
+
+
+def ask(stranger: Host, host: Host, requests: Sequence[str]) -> dict[tuple[str, int], list[str]]:
+    """Have a host without a key try every port at which another listens; return what it was answered."""
+    there = sockets(host)
+    tries = [(host.address, port, list(requests)) for port in sorted({port for _, port in there})]
+    done = stranger.run([PYTHON, "-c", STRANGER, json.dumps(tries)], check=True, timeout=PATIENCE)
+    answers = json.loads(done.stdout)
+    return {(at, port): answers[f"{host.address}:{port}"] for at, port in there}
+
+
+def judge(listener: Listener, host: Host, at: str, port: int, answers: Sequence[str]) -> Socket:
+    """Say what a socket is, and whether it may be like that."""
+    local = at.startswith("127.") or at == "::1"
+    where = "loopback" if local else "the named address" if at == host.address else "every address"
+    broken = []
+    if not local and not (listener.named and at == host.address):
+        broken.append(f"it listens at {at}")
+    if local and set(answers) != {"refused"}:
+        broken.append(f"another host is answered {answers}")
+    broken += [f"a stranger is answered {one}" for one in answers if not local and not one.startswith(listener.allowed)]
+    command = shlex.join(word for word in listener.argv if word not in POLICYGRAD[:2])
+    return Socket(listener.program, command, f"{where}", ", ".join(dict.fromkeys(answers)), broken)
+
+
+def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[Socket]:
+    """Start every program that listens on a host of its own, and have another host try its ports."""
+    words = [*POLICYGRAD, *prepare(folder), *always(folder)]
+    listeners = [one for one in LISTENERS if names is None or one.program in names]
+    (folder / "keys").write_text(KEYS + "\n")
+    (folder / "keys").chmod(0o600)
+    made = [*words, "--output", str(folder / "run"), "--steps", "1"]
+    subprocess.run(made, env=os.environ | PATHS, cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    publish(folder)
+    rows = list[Socket]()
+    if names is None or TORCHRUN in names:
+        rows += measure_torchrun(folder, words)
+    for listener in listeners:
+        with Laboratory(2) as lab:
+            host, stranger = lab.hosts
+            argv = [x.format(address=host.address, folder=folder, train="") for x in listener.argv if x != "{train}"]
+            if "{train}" in listener.argv:
+                argv = [*words, "--steps", "1000", "--output", str(folder / f"run-{len(rows)}"), *argv]
+            program = start(host, argv, folder, listener.env)
+            program.wait_for(partial(listens, listener, program), listener.ready)
+            for (at, port), answers in ask(stranger, host, listener.requests).items():
+                rows.append(judge(listener, host, at, port, answers))
+    return merge(rows)
+
+
+def measure_torchrun(folder: Path, words: Sequence[str]) -> list[Socket]:
+    """Have a third host try every port of two that train together, and write into every store; the run goes on as it would."""
+    listener = Listener(
+        TORCHRUN, tuple(torchrun_words(2, 0)), "", named=True, allowed=("closed", "silent", "store")
+    )
+    kind = Ranks(folder, words[3 : -len(always(folder))])
+    expected, run = undisturbed(kind), folder / "tried"
+    with Laboratory(3) as lab:
+        programs = kind.start(lab, run, {})
+        programs[0].wait_for(lambda: count_steps(run) >= 2, "second step")
+        rows = []
+        for host in lab.hosts[:2]:
+            for (at, port), answers in ask(lab.hosts[2], host, listener.requests).items():
+                row = judge(listener, host, at, port, answers)
+                if at in ("*", "0.0.0.0", "::") and port == STORE_PORT:
+                    row = replace(row, program=STORE, broken=[])  # torch's own, which binds to every address
+                rows.append(row)
+        codes = [one.wait() for one in programs]
+    seen = "" if any(codes) else digest(run)
+    broken = [] if seen == expected else [f"the run is another one after that (exit codes {codes})"]
+    return [replace(row, command="torchrun …", broken=[*row.broken, *broken]) for row in merge(rows)]
+
+
+def merge(rows: Sequence[Socket]) -> list[Socket]:
+    """Return sockets that are alike once."""
+    alike: dict[tuple[str, str, str, str], Socket] = {}
+    for row in rows:
+        alike.setdefault((row.program, row.listens, row.answers, str(row.broken)), row)
+    return list(alike.values())
+
+
+def listens(listener: Listener, program: Program) -> bool:
+    return listener.ready in program.said and bool(sockets(program.host))
+
+
+def publish(folder: Path) -> None:
+    """Write a model for llama.cpp as a run publishes one."""
+    from policygrad.models.loading import load_model
+    from policygrad.models.tokenizer import load_tokenizer
+    from policygrad.weight_sync.base import PublishedWeights
+    from policygrad.weight_sync.folder import VersionFolder
+    from policygrad.weight_sync.gguf import make_gguf_writer
+
+    model = load_model(str(folder / "policy"), dtype="fp32")
+    writer = make_gguf_writer(model, load_tokenizer(str(folder / "policy"), model).end_ids)
+    VersionFolder(folder / "weights", writer).publish(PublishedWeights(0, dict(model.state_dict())))
+
+
 # --- the command
 
 
-def write(part: str, rows: Sequence[Mapping[str, Any]], words: Sequence[str]) -> None:
+def write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replace rows of the results: those of the same kind and fault."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results |= {
@@ -529,11 +819,18 @@ def main() -> int:
     wrong = 0
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if "listening" in options.only:
+            (folder / "listening").mkdir(parents=True, exist_ok=True)
+            rows = [asdict(row) for row in measure_listening(folder / "listening")]
+            for row in rows:
+                print(json.dumps(row, ensure_ascii=False), flush=True)
+            write("listening", rows)
+            wrong += sum(bool(row["broken"]) for row in rows)
         for kind in [name for name in KINDS if name in options.only]:
             (folder / kind).mkdir(parents=True, exist_ok=True)
             for outcome in measure_faults(kind, options.faults, folder / kind):
                 print(json.dumps(asdict(outcome), ensure_ascii=False), flush=True)
-                write("faults", [asdict(outcome)], sys.argv[1:])
+                write("faults", [asdict(outcome)])
                 wrong += bool(outcome.broken)
     return 1 if wrong else 0
 

@@ -77,7 +77,8 @@ def resolves_to_loopback(host: str) -> bool:
 
 
 def use_loopback_for_gloo() -> None:
-    """Let gloo connect processes of this machine over loopback, where it would use the address of the machine's name."""
+    """Let gloo connect processes of this machine over loopback, where it would use the address of the machine's name, or the
+    interface that is named for runs on several machines."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # lo on Linux, lo0 on macOS
     if names:
-        os.environ.setdefault(GLOO_INTERFACE, names[0])
+        os.environ[GLOO_INTERFACE] = names[0]

@@ -95,6 +95,6 @@ def remove_local_key() -> None:
 
 
 def _local_path() -> Path:
-    """Return the file of the processes that this one's parent, torchrun, has started together."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Path(tempfile.gettempdir()) / f"policygrad-key-{os.getppid()}-{count}"
+    """Return the file of the processes that torchrun has started together, whose store has this port."""
+    names = (os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    return Path(tempfile.gettempdir()) / f"policygrad-key-{'-'.join(names)}"

@@ -42,6 +42,7 @@ from policygrad.utils.rendezvous import (
     LOCALHOST,
     connect_to_store,
     find_address,
+    is_loopback_address,
     resolve,
     resolves_to_loopback,
     serve_store,
@@ -140,6 +141,8 @@ class WorkerGroup:
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self._count = 0  # of messages: one that was recorded is not accepted again
         address = find_address(host, self.all_gather(resolve(host)))
+        self.machine = "" if is_loopback_address(address) else host
+        """Rank 0's machine, if others reach it."""
         self.store = ControlStore.connect(rank, self._control, address, key)
         self.watchdog = Watchdog(self.store, size, processes)  # started by rank 0
 

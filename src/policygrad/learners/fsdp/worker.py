@@ -40,11 +40,12 @@ def serve_controller(workers: WorkerGroup) -> int:
     """
     ignore_signals()
     learner: FsdpLearner | None = None
-    heartbeat = HeartbeatThread(workers.store, workers.rank)
+    heartbeat = HeartbeatThread(workers.store, workers.rank, workers.machine)
     try:
         while (message := workers.receive_object()) is not None:
             with suppress(*SYMMETRIC_ERRORS):  # rank 0 raises them too
                 if isinstance(message, FsdpSpec):
+                    heartbeat.allow(message.learner.config.hang_timeout)
                     learner = FsdpLearner(workers, message)
                 else:
                     function, args = message
