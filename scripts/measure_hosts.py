@@ -123,7 +123,7 @@ def letters(prompts, completions, **columns):
     time.sleep(0.3)
     return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
-STEPS = 8
+STEPS = 5
 
 
 def prepare(folder: Path) -> list[str]:

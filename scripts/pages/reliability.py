@@ -108,7 +108,7 @@ def hosts_section(report: Data | None) -> str:
     """Write what a fault between two hosts does to a run, and what listens where."""
     head = (
         "## Several hosts\n\nHosts are network namespaces of one machine, on links that can be slow, lose packets or be cut "
-        "(`scripts/hosts.py`). Two train together, and at the third step of eight the fault strikes: "
+        "(`scripts/hosts.py`). Two train together, and at the third step of five the fault strikes: "
     )
     command = block("sudo python scripts/measure_hosts.py", "sh")
     if report is None:

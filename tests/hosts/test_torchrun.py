@@ -148,4 +148,4 @@ def test_a_job_of_slurm_whose_node_loses_its_power_is_requeued_and_goes_on(tmp_p
     assert "rank 1 on host1 did not answer for 10 seconds" in said.read_text()
     with Laboratory(2) as lab:
         assert submit(lab, tmp_path).wait(300) == 0, said.read_text()
-    assert json.loads((run / "result.json").read_text())["steps"] == 8
+    assert json.loads((run / "result.json").read_text())["steps"] == 5
