@@ -224,6 +224,7 @@ class Engine:
     def start(self, lab: Laboratory, run: Path, env: Mapping[int, Mapping[str, str]]) -> list[Program]:
         """Start the server, and begin the run or go on with it; return the programs, the learner first."""
         serving = self.serve(lab, env.get(1, {}))
+        # one request at a time: the stand-in computes a token at a time
         more = ["--sampler.engine", "vllm", "--sampler.urls", "http://host1:8000"]
         more += [
             "--sampler.folder",
@@ -232,6 +233,8 @@ class Engine:
             "20",
             "--sampler.heartbeat",
             "5",
+            "--sampler.max-concurrency",
+            "1",
             *self.more,
         ]
         words = ["train", "--resume", str(run)] if run.exists() else [*self.begin, *more, "--output", str(run)]
@@ -507,8 +510,8 @@ def seen_steps(lab: Laboratory, run: Path) -> int:
 
 
 def last_words(said: str, word: str) -> str:
-    """Return the last line with this word, without what differs between two runs."""
-    lines = [line.strip() for line in said.splitlines() if word in line]
+    """Return the last line with this word, but for those of torchrun's own summary."""
+    lines = [line.strip() for line in said.splitlines() if word in line and not line.strip().startswith("host ")]
     return lines[-1][:400] if lines else ""
 
 
@@ -743,9 +746,7 @@ def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[
 
 def measure_torchrun(folder: Path, words: Sequence[str]) -> list[Socket]:
     """Have a third host try every port of two that train together, and write into every store; the run goes on as it would."""
-    listener = Listener(
-        TORCHRUN, tuple(torchrun_words(2, 0)), "", named=True, allowed=("closed", "silent", "store")
-    )
+    listener = Listener(TORCHRUN, tuple(torchrun_words(2, 0)), "", named=True, allowed=("closed", "silent", "store"))
     kind = Ranks(folder, words[3 : -len(always(folder))])
     expected, run = undisturbed(kind), folder / "tried"
     with Laboratory(3) as lab:

@@ -67,6 +67,7 @@ def check_alike(one: Path, other: Path) -> None:
 def test_a_checkpoint_of_three_hosts_is_resumed_by_three_two_and_one(tmp_path: Path) -> None:
     begin = ["-m", "policygrad", *prepare(tmp_path), "--steps", "4", *always(tmp_path), "--output"]
     go_on = ["-m", "policygrad", "train", "--resume", "half", *always(tmp_path), "--output"]
+    size = ["--learner.world-size"]
     with Laboratory(3) as lab:
         assert "learner: 3 processes" in succeeded(start_everywhere(lab, [*begin, "whole"], tmp_path))
         for one in start_everywhere(lab, [*begin, "half", "--stop-after", "2"], tmp_path):
@@ -74,9 +75,9 @@ def test_a_checkpoint_of_three_hosts_is_resumed_by_three_two_and_one(tmp_path: P
         assert count_steps(tmp_path / "half") == 2
         succeeded(start_everywhere(lab, [*go_on, "three"], tmp_path))
     with Laboratory(2) as lab:
-        assert "learner: 2 processes" in succeeded(start_everywhere(lab, [*go_on, "two"], tmp_path))
+        assert "learner: 2 processes" in succeeded(start_everywhere(lab, [*go_on, "two", *size, "2"], tmp_path))
     with Laboratory(1) as lab:
-        succeeded([start(lab.hosts[0], [sys.executable, *go_on, "one"], tmp_path)])
+        succeeded([start(lab.hosts[0], [sys.executable, *go_on, "one", *size, "1"], tmp_path)])
     assert digest(tmp_path / "whole") == digest(tmp_path / "three")  # with the same number, to the bit
     for name in ("two", "one"):
         check_alike(tmp_path / "whole", tmp_path / name)
