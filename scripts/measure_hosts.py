@@ -2,8 +2,8 @@
 
     sudo python scripts/measure_hosts.py [--only listening|ranks|engine …] [--faults NAME …] [--folder DIR]
 
-Two hosts train together. `ranks`: torchrun with a process on each. `engine`: the learner on host0, a server that samples (a
-stand-in for vLLM) on host1. At its third step the run has a fault. It must go on, or end within the stated time with a message that
+Two hosts train together. `ranks`: torchrun with a process on each. `engine`: the learner on host0, a server of llama.cpp that
+samples on host1. At its third step the run has a fault. It must go on, or end within the stated time with a message that
 names the other host, and go on where `--resume` is called. Either way it has the completions and the weights of a run without a
 fault, to the bit: nothing was lost, and nothing sampled or trained with other weights. `listening`: every program that listens,
 with its sockets as `ss` lists them, each tried from another host that has no key.
@@ -41,6 +41,7 @@ BIN = Path(PYTHON).parent
 PATIENCE = 300.0
 """Seconds that anything may take here: a machine with two cores starts four interpreters that import torch."""
 KEY = {"POLICYGRAD_KEY": "a key of this laboratory alone"}
+SAMPLER_KEY = {"SAMPLER_API_KEY": KEY["POLICYGRAD_KEY"]}
 PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))}
 POLICYGRAD = [PYTHON, "-m", "policygrad"]
 
@@ -223,29 +224,26 @@ class Engine:
 
     def start(self, lab: Laboratory, run: Path, env: Mapping[int, Mapping[str, str]]) -> list[Program]:
         """Start the server, and begin the run or go on with it; return the programs, the learner first."""
-        serving = self.serve(lab, env.get(1, {}))
-        # one request at a time: the stand-in computes a token at a time
-        more = ["--sampler.engine", "vllm", "--sampler.urls", "http://host1:8000"]
-        more += [
-            "--sampler.folder",
-            f"{run}-weights",
-            "--sampler.timeout",
-            "20",
-            "--sampler.heartbeat",
-            "5",
-            "--sampler.max-concurrency",
-            "1",
+        serving = self.serve(lab, f"{run}-weights", env.get(1, {}))
+        words = f"--sampler.engine llama_cpp --sampler.urls http://host1:8000 --sampler.folder {run}-weights"
+        # one request at a time: what a server computes may differ by rounding with what else it computes
+        more = [
+            *words.split(),
+            *["--sampler.max-concurrency", "1", "--sampler.timeout", "20", "--sampler.heartbeat", "5"],
             *self.more,
         ]
-        words = ["train", "--resume", str(run)] if run.exists() else [*self.begin, *more, "--output", str(run)]
+        begin = ["train", "--resume", str(run)] if run.exists() else [*self.begin, *more, "--output", str(run)]
         allow = [*always(self.folder), "--allow-code", "http://host1:8000", "--allow-code", f"{run}-weights"]
-        return [start(lab.hosts[0], [*POLICYGRAD, *words, *allow], self.folder, env.get(0)), serving]
+        return [
+            start(lab.hosts[0], [*POLICYGRAD, *begin, *allow], self.folder, SAMPLER_KEY | dict(env.get(0, {}))),
+            serving,
+        ]
 
-    def serve(self, lab: Laboratory, env: Mapping[str, str]) -> Program:
-        words = [PYTHON, str(ROOT / "scripts" / "stand_in_servers.py"), "vllm", "--port", "8000", "--host", "0.0.0.0"]
-        server = start(lab.hosts[1], words, self.folder, env)
-        server.wait_for(lambda: "http://" in server.said, "address")
-        return server
+    def serve(self, lab: Laboratory, weights: str, env: Mapping[str, str]) -> Program:
+        """Start what `policygrad engine llama_cpp` starts, at every address: its own may change."""
+        words = [PYTHON, "-P", str(ROOT / "src" / "policygrad" / "samplers" / "engines" / "llama_server.py"), "watch"]
+        options = f"--folder={weights} --host=0.0.0.0 --port=8000 --max-concurrency=1 --context-length=256 --threads=1"
+        return start(lab.hosts[1], [*words, *options.split()], self.folder, SAMPLER_KEY | dict(env))
 
 
 # --- faults
@@ -607,7 +605,7 @@ LISTENERS = (
         (*POLICYGRAD, "engine", "llama_cpp", "--folder", "{folder}/weights", "--host", "{address}"),
         " serves ",
         named=True,
-        env={"SAMPLER_API_KEY": "a key of this laboratory alone"},
+        env=SAMPLER_KEY,
         requests=("POST /completion HTTP/1.0", "GET /slots HTTP/1.0", "POST /props HTTP/1.0", "GET /health HTTP/1.0"),
         allowed=("401", "403", "200 health"),
     ),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from measure_hosts import ROOT, Program, always, count_steps, prepare, start
-from test_torchrun import check_alike, succeeded
+from test_torchrun import succeeded
 
+from doubles.ray_runs import check_alike
 from hosts import Laboratory
 
 RAY = ROOT / ".environments" / "ray" / "bin"

@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from measure_hosts import BIN, PATHS, ROOT, Program, always, count_steps, digest, prepare, start, start_everywhere
 
 from doubles import two_learners
-from doubles.files import rows, untimed, weights
+from doubles.ray_runs import check_alike
 from hosts import Laboratory
 
 pytestmark = pytest.mark.hosts
-LOOSE = 2e-4
-"""Sums are taken in another order."""
 
 
 def succeeded(programs: Sequence[Program]) -> str:
@@ -48,20 +45,6 @@ def test_machines_that_share_no_key_do_not_start(tmp_path: Path) -> None:
         codes = [one.wait() for one in programs]
     assert all(codes)
     assert all("POLICYGRAD_KEY is not set: " in one.said for one in programs), "\n".join(one.said for one in programs)
-
-
-def check_alike(one: Path, other: Path) -> None:
-    """The same completions, and numbers that differ by rounding."""
-    assert [row["completion"] for row in rows(one / "completions.jsonl")] == [
-        row["completion"] for row in rows(other / "completions.jsonl")
-    ]
-    for x, y in zip(untimed(one / "metrics.jsonl"), untimed(other / "metrics.jsonl"), strict=True):
-        assert {k: v for k, v in y.items() if "memory" not in k} == pytest.approx(
-            {k: v for k, v in x.items() if "memory" not in k}, rel=LOOSE, abs=LOOSE
-        )
-    expected, results = weights(one), weights(other)
-    assert expected.keys() == results.keys()
-    assert all(torch.allclose(expected[name], results[name], rtol=0, atol=LOOSE) for name in expected)
 
 
 def test_a_checkpoint_of_three_hosts_is_resumed_by_three_two_and_one(tmp_path: Path) -> None:
