@@ -55,6 +55,8 @@ REAL_mcp := mcp-server-time==2026.10.19 mcp-server-git==2026.10.19
 REAL_openenv := openenv-core==0.3.0
 REAL_textarena := textarena==0.7.4
 REAL_verifiers := verifiers==0.4.0
+# of the extra llama-cpp: an engine for a cluster
+REAL_ray := httpx==0.28.1 gguf==0.19.0
 
 $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHERS)/$*

@@ -224,26 +224,32 @@ class Engine:
 
     def start(self, lab: Laboratory, run: Path, env: Mapping[int, Mapping[str, str]]) -> list[Program]:
         """Start the server, and begin the run or go on with it; return the programs, the learner first."""
-        serving = self.serve(lab, f"{run}-weights", env.get(1, {}))
-        words = f"--sampler.engine llama_cpp --sampler.urls http://host1:8000 --sampler.folder {run}-weights"
-        # one request at a time: what a server computes may differ by rounding with what else it computes
-        more = [
-            *words.split(),
-            *["--sampler.max-concurrency", "1", "--sampler.timeout", "20", "--sampler.heartbeat", "5"],
-            *self.more,
-        ]
+        serving, more = self.serve(lab, self.weights(run), env.get(1, {})), [*self.options(run), *self.more]
         begin = ["train", "--resume", str(run)] if run.exists() else [*self.begin, *more, "--output", str(run)]
-        allow = [*always(self.folder), "--allow-code", "http://host1:8000", "--allow-code", f"{run}-weights"]
+        allow = [*always(self.folder), "--allow-code", "http://host1:8000", "--allow-code", self.weights(run)]
         return [
             start(lab.hosts[0], [*POLICYGRAD, *begin, *allow], self.folder, SAMPLER_KEY | dict(env.get(0, {}))),
             serving,
         ]
 
-    def serve(self, lab: Laboratory, weights: str, env: Mapping[str, str]) -> Program:
+    def weights(self, run: Path) -> str:
+        """Return where they are published, which both hosts see also where the run's own folder is on a disk of one."""
+        return str(self.folder / f"{run.name}-weights")
+
+    def options(self, run: Path) -> list[str]:
+        """Return what a run is told about the server, which answers one request at a time: what else it computes may change results
+        by rounding."""
+        words = f"--sampler.engine llama_cpp --sampler.urls http://host1:8000 --sampler.folder {self.weights(run)}"
+        return [
+            *words.split(),
+            *["--sampler.max-concurrency", "1", "--sampler.timeout", "20", "--sampler.heartbeat", "5"],
+        ]
+
+    def serve(self, lab: Laboratory, weights: str, env: Mapping[str, str], host: int = 1) -> Program:
         """Start what `policygrad engine llama_cpp` starts, at every address: its own may change."""
         words = [PYTHON, "-P", str(ROOT / "src" / "policygrad" / "samplers" / "engines" / "llama_server.py"), "watch"]
         options = f"--folder={weights} --host=0.0.0.0 --port=8000 --max-concurrency=1 --context-length=256 --threads=1"
-        return start(lab.hosts[1], [*words, *options.split()], self.folder, SAMPLER_KEY | dict(env))
+        return start(lab.hosts[host], [*words, *options.split()], self.folder, SAMPLER_KEY | dict(env))
 
 
 # --- faults
@@ -319,16 +325,18 @@ FAULTS = {
         only=("ranks",),
     ),
     "cut 5 s": Fault("the two are cut off from each other for 5 s", cut, seconds=5, goes_on=BOTH),
-    "cut 60 s": Fault("for 60 s", cut, seconds=60, goes_on={"ranks": False, "engine": True}),
-    "cut": Fault("for ever", cut, goes_on=NEITHER, more=SHORT),
+    "cut 60 s": Fault(
+        "the two are cut off from each other for 60 s", cut, seconds=60, goes_on={"ranks": False, "engine": True}
+    ),
+    "cut": Fault("the two are cut off from each other for ever", cut, goes_on=NEITHER, more=SHORT),
     "cut one way": Fault(
-        "for ever, one way: nothing of the other arrives",
+        "cut off one way, for ever: nothing of the other host arrives",
         lambda lab, kind, programs: lab.cut([1], [0], one_way=True),
         goes_on=NEITHER,
         more=SHORT,
     ),
     "cut other way": Fault(
-        "for ever, the other way: nothing arrives there",
+        "cut off the other way, for ever: nothing arrives there",
         lambda lab, kind, programs: lab.cut([0], [1], one_way=True),
         goes_on=NEITHER,
         more=SHORT,
@@ -484,7 +492,7 @@ def measure(kind: Any, name: str) -> Outcome:
         shutil.move(kind.folder / "saved", run)
     went_on = codes[0] == 0
     words = fault.names or kind.other
-    line = last_words(said, words)
+    line = "" if went_on else last_words(said, words).replace(f"{kind.folder}/", "")
     if went_on is not goes_on:
         broken.append(f"it {'went on' if went_on else 'ended'} (exit codes {codes})")
     if not went_on:
@@ -587,6 +595,7 @@ LISTENERS = (
         "serving ",
         named=True,
         requests=(CHAT, "POST /v1/messages HTTP/1.0", "GET /v1/models HTTP/1.0"),
+        allowed=("401", "200 models"),  # the name of the model
     ),
     Listener("report --watch", (*POLICYGRAD, "report", "{folder}/run", "--watch"), "http://"),
     Listener(
@@ -626,7 +635,7 @@ LISTENERS = (
 TORCHRUN = "train, started by torchrun on two machines"
 STORE, STORE_PORT = "torchrun's own store (--master-port)", 29500
 STRANGER = """
-import json, os, signal, socket, sys, time
+import json, os, signal, socket, sys, threading, time
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
@@ -650,8 +659,7 @@ def writes(address, port):
     os.waitpid(child, 0)
     return False
 
-answers = {}
-for address, port, requests in json.loads(sys.argv[1]):
+def try_port(address, port, requests):
     said = answers.setdefault(f"{address}:{port}", [])
     for request in requests:
         try:
@@ -672,6 +680,14 @@ for address, port, requests in json.loads(sys.argv[1]):
     if said[-1] not in ("refused",) and not any(x[:1].isdigit() for x in said):
         if writes(address, port):
             said.append("store")
+
+answers = {}
+print("ready", flush=True)
+threads = [threading.Thread(target=try_port, args=one) for one in json.loads(sys.stdin.readline())]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 print(json.dumps(answers))
 """
 
@@ -694,16 +710,27 @@ def sockets(host: Host) -> list[tuple[str, int]]:
     return sorted({(at.strip("[]").partition("%")[0], int(port)) for at, _, port in places})
 
 
-def ask(stranger: Host, host: Host, requests: Sequence[str]) -> dict[tuple[str, int], list[str]]:
-    """Have a host without a key try every port at which another listens; return what it was answered."""
-    there = sockets(host)
-    tries = [(host.address, port, list(requests)) for port in sorted({port for _, port in there})]
-    done = stranger.run([PYTHON, "-c", STRANGER, json.dumps(tries)], check=True, timeout=PATIENCE)
-    answers = json.loads(done.stdout)
-    return {(at, port): answers[f"{host.address}:{port}"] for at, port in there}
+class Stranger:
+    """A host without a key that tries every port at which another one listens."""
+
+    def __init__(self, host: Host) -> None:
+        self._process = host.start([PYTHON, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it takes longest to import torch
+
+    def ask(self, *asked: tuple[Host, Sequence[str]]) -> list[tuple[Host, str, int, list[str]]]:
+        """Return what it was answered, once: (host, address, port, answers) for each socket of each host."""
+        there = {host.address: sockets(host) for host, _ in asked}
+        tries = [
+            (host.address, port, list(words)) for host, words in asked for port in {p for _, p in there[host.address]}
+        ]
+        answers = json.loads(self._process.communicate(json.dumps(tries) + "\n", PATIENCE)[0])
+        return [
+            (host, at, port, answers[f"{host.address}:{port}"]) for host, _ in asked for at, port in there[host.address]
+        ]
 
 
-def judge(listener: Listener, host: Host, at: str, port: int, answers: Sequence[str]) -> Socket:
+def judge(listener: Listener, host: Host, at: str, answers: Sequence[str]) -> Socket:
     """Say what a socket is, and whether it may be like that."""
     local = at.startswith("127.") or at == "::1"
     where = "loopback" if local else "the named address" if at == host.address else "every address"
@@ -737,26 +764,25 @@ def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[
                 argv = [*words, "--steps", "1000", "--output", str(folder / f"run-{len(rows)}"), *argv]
             program = start(host, argv, folder, listener.env)
             program.wait_for(partial(listens, listener, program), listener.ready)
-            for (at, port), answers in ask(stranger, host, listener.requests).items():
-                rows.append(judge(listener, host, at, port, answers))
+            for _, at, _, answers in Stranger(stranger).ask((host, listener.requests)):
+                rows.append(judge(listener, host, at, answers))
     return merge(rows)
 
 
 def measure_torchrun(folder: Path, words: Sequence[str]) -> list[Socket]:
     """Have a third host try every port of two that train together, and write into every store; the run goes on as it would."""
     listener = Listener(TORCHRUN, tuple(torchrun_words(2, 0)), "", named=True, allowed=("closed", "silent", "store"))
-    kind = Ranks(folder, words[3 : -len(always(folder))])
+    kind = Ranks(folder, words[3 : -len(always(folder))], ["--steps", "20"])
     expected, run = undisturbed(kind), folder / "tried"
     with Laboratory(3) as lab:
-        programs = kind.start(lab, run, {})
+        programs, stranger = kind.start(lab, run, {}), Stranger(lab.hosts[2])
         programs[0].wait_for(lambda: count_steps(run) >= 2, "second step")
         rows = []
-        for host in lab.hosts[:2]:
-            for (at, port), answers in ask(lab.hosts[2], host, listener.requests).items():
-                row = judge(listener, host, at, port, answers)
-                if at in ("*", "0.0.0.0", "::") and port == STORE_PORT:
-                    row = replace(row, program=STORE, broken=[])  # torch's own, which binds to every address
-                rows.append(row)
+        for host, at, port, answers in stranger.ask(*((host, listener.requests) for host in lab.hosts[:2])):
+            row = judge(listener, host, at, answers)
+            if at in ("*", "0.0.0.0", "::") and port == STORE_PORT:
+                row = replace(row, program=STORE, broken=[])  # torch's own, which binds to every address
+            rows.append(row)
         codes = [one.wait() for one in programs]
     seen = "" if any(codes) else digest(run)
     broken = [] if seen == expected else [f"the run is another one after that (exit codes {codes})"]

@@ -8,18 +8,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from measure_hosts import ROOT, Program, always, count_steps, prepare, start
+import torch
+from measure_hosts import ROOT, SAMPLER_KEY, Engine, Program, always, count_steps, prepare, start
 from test_torchrun import succeeded
 
-from doubles.ray_runs import check_alike
-from hosts import Laboratory
+from doubles.files import rows, weights
+from doubles.ray_runs import LOOSE, check_alike
+from hosts import Host, Laboratory
 
 RAY = ROOT / ".environments" / "ray" / "bin"
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.skipif(not (RAY / "ray").exists(), reason="no Ray: make .environments/ray/.installed"),
 ]
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64, "RAY_worker_niceness": "0"}
+TOKEN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "7" * 64,
+    "RAY_worker_niceness": "0",
+} | SAMPLER_KEY  # actors have the variables of `ray start`
 ACTORS = ("TrainerActor", "LearnerActor", "SamplerActor", "RewardActor", "EnvironmentActor")
 
 
@@ -31,12 +37,12 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def start_ray(lab: Laboratory, folder: Path) -> list[Program]:
-    """Start Ray on every host, the head on the first, and wait until all are there."""
+def start_ray(lab: Laboratory, folder: Path, hosts: Sequence[Host] = ()) -> list[Program]:
+    """Start Ray on these hosts, or on every one, the head on the first, and wait until all are there."""
     common = ["--block", "--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats"]
     first = lab.hosts[0].address
     started = []
-    for host in lab.hosts:
+    for host in hosts or lab.hosts:
         place = (
             ["--head", "--port=6379", "--include-dashboard=false"] if host.index == 0 else [f"--address={first}:6379"]
         )
@@ -70,7 +76,10 @@ def alone(folder: Path, words: Sequence[str], *more: str) -> Path:
     run = folder / "alone"
     with Laboratory(1) as lab:
         argv = [str(RAY / "python"), "-m", "policygrad", *words, *always(folder), "--output", str(run), *more]
-        succeeded([start(lab.hosts[0], argv, folder)])
+        if more:  # an engine, at the same name
+            lab.name_hosts({"host1": "127.0.0.1"})
+            Engine(folder, words).serve(lab, str(folder / "run-weights"), {}, 0)
+        succeeded([start(lab.hosts[0], argv, folder, SAMPLER_KEY)])
     return run
 
 
@@ -105,3 +114,31 @@ def test_a_host_with_a_sampler_that_loses_its_power_costs_nothing(folder: Path) 
         lab.power_off(lost.index)
         succeeded([program])
     check_alike(expected, run)
+
+
+def test_an_engine_on_a_host_of_its_own_samples_for_a_cluster(folder: Path) -> None:
+    """A server of llama.cpp on a host that is not Ray's: weights by the folder that all see, completions by HTTP, with a key."""
+    words, run = prepare(folder), folder / "run"
+    with Laboratory(3, disk="1g") as lab:
+        kind = Engine(folder, words)
+        server, options = kind.serve(lab, kind.weights(run), {}), kind.options(run)
+        start_ray(lab, folder, lab.hosts[::2])
+        program = train(
+            lab,
+            folder,
+            words,
+            run,
+            *options,
+            "--cluster.rewards",
+            "2",
+        )
+        program.wait_for(lambda: count_steps(run) >= 2, "second step")
+        where = actors(lab)
+        succeeded([program])
+        assert server.process.poll() is None
+    assert where["RewardActor"] == {"host0", "host2"}, where
+    assert "SamplerActor" not in where
+    expected = alone(folder, words, *options)
+    assert rows(run / "completions.jsonl") == rows(expected / "completions.jsonl")
+    trained, results = weights(expected), weights(run)
+    assert all(torch.allclose(trained[name], results[name], atol=LOOSE) for name in trained)
