@@ -7,9 +7,9 @@ CONSTRAINTS ?= constraints.txt
 TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.installed
 
-.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-kernels test-ray test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
+.PHONY: bench docs site lab train test suite test-environments test-agents test-tinker test-audit test-trl test-kernels test-ray test-hosts test-extras test-full test-vllm lint format control base-model shapes-model constraints dist test-dist clean help
 help:
-	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents and programs that evaluate, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-kernels (Triton's, in its interpreter) | test-ray (on a Ray of this machine, in one of its own) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
+	@echo "make train | test | test-full (what it leaves out) | test-vllm (against a real one) | dist | test-dist (a release, tried in an empty environment) | test-environments (others', each in a venv of its own) | test-agents (agents and programs that evaluate, likewise) | test-tinker (the Tinker SDK and its cookbook's recipes, in one of its own) | test-audit (the audit of two releases of TRL, in two) | test-trl TRL=CHECKOUT (TRL's own tests of GRPO and RLOO against policygrad.trl) | test-kernels (Triton's, in its interpreter) | test-ray (on a Ray of this machine, in one of its own) | test-hosts (several hosts in network namespaces, as root) | test-extras (every extra alone, in one of its own) | lint | format | docs | site | lab | control | bench | base-model | shapes-model | clean"
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -40,7 +40,7 @@ BUDGET := 1200
 # Tests start many processes: without what Python keeps of its compiled modules each of them compiles the package anew.
 suite test-full: export PYTHONDONTWRITEBYTECODE :=
 suite: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full" --budget $(BUDGET) $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full and not hosts" --budget $(BUDGET) $(ARGS)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m full $(ARGS)
@@ -56,6 +56,8 @@ REAL_mcp := mcp-server-time==2026.10.19 mcp-server-git==2026.10.19
 REAL_openenv := openenv-core==0.3.0
 REAL_textarena := textarena==0.7.4
 REAL_verifiers := verifiers==0.4.0
+# of the extra llama-cpp: an engine for a cluster
+REAL_ray := httpx==0.28.1 gguf==0.19.0
 
 $(OTHERS)/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHERS)/$*
@@ -136,6 +138,11 @@ test-kernels: $(STAMP) $(OTHERS)/kernels/.installed
 
 test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)
+
+# Several hosts in namespaces of this machine: Linux, as root. Where they are not allowed, every test is skipped and says why.
+test-hosts: export PYTHONDONTWRITEBYTECODE :=
+test-hosts: $(STAMP)
+	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
 
 # Every extra alone: some gigabytes come and go in .extras; ARGS='--only lora' for one.
 test-extras: $(STAMP)

@@ -1,7 +1,7 @@
 """Small servers that stand in for other projects' in tests: stand_in_servers.py judge|openenv|vllm
 
 Each prints its address, then serves until it is killed. As vLLM it can be started by a run: of the words of `vllm serve` it reads
-`--port N`. `make test-environments` and `make test-vllm` use the real ones.
+`--port N` and `--host ADDRESS`. `make test-environments` and `make test-vllm` use the real ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def serve_openenv() -> None:
 
 def serve_vllm() -> None:
     """A server with vLLM's routes that samples from the weights it is given. Needs transformers."""
-    serve_json(make_vllm(), int(sys.argv[sys.argv.index("--port") + 1]) if "--port" in sys.argv else 0)
+    serve_json(make_vllm(), int(_read_option("--port", "0")), _read_option("--host", "127.0.0.1"))
+
+
+def _read_option(name: str, default: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
 
 
 def make_vllm(device: str = "cpu", dtype: str = "float32") -> Respond:
@@ -107,10 +111,10 @@ def make_vllm(device: str = "cpu", dtype: str = "float32") -> Respond:
     return respond
 
 
-def serve_json(respond: Respond, port: int = 0) -> None:
+def serve_json(respond: Respond, port: int = 0, host: str = "127.0.0.1") -> None:
     """Answer requests at a port, 0 = any, until the process is killed."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), make_handler(respond, Lock()))
-    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server = ThreadingHTTPServer((host, port), make_handler(respond, Lock()))
+    print(f"http://{host}:{server.server_address[1]}", flush=True)
     server.serve_forever()
 
 

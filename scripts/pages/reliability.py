@@ -104,6 +104,59 @@ def _resource_table(report: Data) -> list[str]:
     return [intro, table(columns, rows)] if rows else []
 
 
+def hosts_section(report: Data | None) -> str:
+    """Write what a fault between two hosts does to a run, and what listens where."""
+    head = (
+        "## Several hosts\n\nHosts are network namespaces of one machine, on links that can be slow, lose packets or be cut "
+        "(`scripts/hosts.py`). Two train together, and at the third step of five the fault strikes:"
+    )
+    command = block("sudo python scripts/measure_hosts.py", "sh")
+    if report is None:
+        return f"{head}\n\n{command}\n\nNot measured yet."
+    wrong = [
+        f"- **Broken:** {row.get('program', row.get('fault'))} ({row.get('kind', row.get('listens'))}): {text}."
+        for part in ("faults", "listening")
+        for row in report.get(part, ())
+        for text in row["broken"]
+    ]
+    promise = (
+        "A run that goes on, and one that has ended and was resumed, has the completions and the weights of a run without a fault, "
+        "bit for bit: nothing was lost, nothing was sampled or trained with other weights. The hosts share a file system, by which "
+        "weights reach an engine; names are those of `/etc/hosts`; a clock is shifted by a library in front of libc. Taken beside "
+        "other work, which the times include."
+    )
+    parts = [
+        head + "\n\n" + command,
+        promise + f" Measured on {report['machine']}, torch {report['versions']['torch']}.",
+    ]
+    if wrong:
+        parts.append("\n".join(wrong))
+    for kind in dict.fromkeys(row["kind"] for row in report.get("faults", ())):
+        rows = [row for row in report["faults"] if row["kind"] == kind]
+        parts.append(f"### {rows[0]['what'][0].upper()}{rows[0]['what'][1:]}")
+        parts.append(table(("fault", "the run", "last words", "options"), [_describe_fault(row) for row in rows]))
+    if rows := report.get("listening"):
+        parts.append(
+            "### What listens where\n\nBy `ss` on the host; another host, which has no key, tries every port. *Refused* is the "
+            "connection; *closed* and *silent* are what it is answered to HTTP; *store*: it can write values into a store of "
+            "torch, which the processes do not believe without their signature."
+        )
+        columns = ("program", "listens at", "another host is answered")
+        parts.append(table(columns, [(row["program"], row["listens"], row["answers"]) for row in rows]))
+    return "\n\n".join(parts)
+
+
+def _describe_fault(row: Data) -> tuple[str, ...]:
+    end = "goes on" if row["went_on"] else f"ended after {row['seconds']:.0f} s; `--resume` went on"
+    said = row["said"].replace("|", "/").split(". ")[0].removeprefix("error: ")
+    return (
+        row["fault"],
+        end,
+        f"`{said}`" if said and not row["went_on"] else "",
+        f"`{row['options']}`" if row["options"] else "",
+    )
+
+
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 PROMISE = """A run that was stopped, was killed or has failed can be resumed, and nothing it had saved is lost. What cannot work is
@@ -116,8 +169,8 @@ is about."""
 
 NOT = """## What is not promised
 
-- **Networks.** No test uses one: models from the hub are downloaded by their own libraries. Locks on a network file system are as
-  good as its server's.
+- **Networks.** The tests use namespaces of one machine, and no real network: models from the hub are downloaded by their own
+  libraries. Locks on a network file system are as good as its server's.
 - **GPUs.** These tests run on a CPU, also those of checks for GPUs. Resuming bit for bit holds on a CPU in fp32 only, with the same
   number of threads and the same torch.
 - **Crafted files outside `checkpoints/`.** Logs and configuration in someone else's folder are parsed, and code they name needs
@@ -215,4 +268,5 @@ def reliability_page(soak: Data | None = None, counts: Data | None = None) -> st
     """Write the page, from the committed reports unless others are given."""
     sections = [f"## {number}. {item['title']}\n\n{_fault_table(item)}" for number, item in enumerate(load_faults(), 1)]
     measured = counted_section(counts or load("faults")), soak_section(soak or load("soak"), load("soak_short"))
-    return page("# What a run survives, and what it refuses", PROMISE, *sections, *measured, NOT)
+    hosts = hosts_section(load("hosts"))
+    return page("# What a run survives, and what it refuses", PROMISE, *sections, *measured, hosts, NOT)

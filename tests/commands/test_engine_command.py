@@ -16,6 +16,7 @@ from policygrad.commands.engine import EngineOptions, build_launch_command
 from policygrad.errors import ConfigError
 from policygrad.models.loading import resolve_model
 from policygrad.samplers.engines import installation
+from policygrad.samplers.engines.llama_cpp import LlamaCppSampler
 from policygrad.samplers.engines.vllm import VllmSampler
 
 LORA = "rank=12,alpha=24,targets=q_proj+v_proj"
@@ -212,3 +213,15 @@ def test_invalid_installs_are_refused(
     code, _, output = run_command("engine", *argv)
     assert code == 2
     assert message in output
+
+
+def test_a_server_that_other_machines_reach_needs_a_key_which_a_run_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAMPLER_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"--host 10\.0\.0\.1 can be reached .* SAMPLER_API_KEY is not set"):
+        EngineOptions("llama_cpp", folder="weights", host="10.0.0.1")
+    EngineOptions("llama_cpp", folder="weights", host="10.0.0.1", print=True)
+    EngineOptions("llama_cpp", folder="weights")
+    monkeypatch.setenv("SAMPLER_API_KEY", "a secret")
+    EngineOptions("llama_cpp", folder="weights", host="10.0.0.1")
+    assert "SAMPLER_API_KEY" in LlamaCppSampler.variables  # which a server that a run starts is given
+    assert not VllmSampler.asks_for_key  # its routes for weights do not ask

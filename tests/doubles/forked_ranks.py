@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from policygrad.learners.fsdp import processes, worker
+from policygrad.learners.fsdp.message_key import send_key
 
 PRELOADED = (
     "policygrad.learners.fsdp.worker",
@@ -34,11 +35,12 @@ PRELOADED = (
 class ForkedWorker:
     """A rank that joins the group, with the interface of `processes.LocalWorker`."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, size: int, key: bytes) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        reader, writer = os.pipe()  # nothing is written: that it ends tells the rank that rank 0 has ended
+        reader, writer = os.pipe()  # the key, and then nothing: that it ends tells the rank that rank 0 has ended
         self._writer: int | None = writer
+        send_key(writer, key)
         descriptors = [_Descriptor(fd) for fd in (reader, 1, 2)]
         args = (descriptors, dict(os.environ), os.getcwd(), port, rank, size)
         self._process = context.Process(target=_serve, args=args)

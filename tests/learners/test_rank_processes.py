@@ -30,10 +30,11 @@ from policygrad.learners.fsdp.processes import (
 from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.utils.rendezvous import GLOO_INTERFACE, serve_store
 
+KEY = b"k" * 32
 RANK_0 = """
 import sys
 from policygrad.learners.fsdp.processes import LocalWorker
-print(LocalWorker("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
+print(LocalWorker("127.0.0.1", int(sys.argv[1]), 1, 2, b"k" * 32).pid, flush=True)
 sys.stdin.read()
 """
 
@@ -58,7 +59,7 @@ def test_a_rank_exits_with_rank_0_before_connecting() -> None:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux lists its sockets there")
 def test_processes_of_one_machine_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")  # as for runs on several machines
     ranks = WorkerGroup.start(2)
     try:
         addresses = [listening_addresses(pid) for pid in (os.getpid(), ranks._processes[0].pid)]  # type: ignore[attr-defined]
@@ -116,7 +117,7 @@ def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, mo
     with socket.socket() as rank_0:
         rank_0.bind((LOCALHOST, 0))
         rank_0.listen()
-        rank = LocalWorker(LOCALHOST, rank_0.getsockname()[1], 1, 2)
+        rank = LocalWorker(LOCALHOST, rank_0.getsockname()[1], 1, 2, KEY)
         try:
             while not select.select([rank_0], [], [], 0.1)[0]:  # it connects once its imports are done
                 assert rank.poll() is None, "it imported a module of the folder"
@@ -154,7 +155,7 @@ def test_one_rank_equals_one_process() -> None:
 def test_an_interrupted_start_leaves_no_processes() -> None:
     launched = list[IdleProcess]()
 
-    def start(host: str, port: int, rank: int, size: int) -> IdleProcess:
+    def start(host: str, port: int, rank: int, size: int, key: bytes) -> IdleProcess:
         if rank == 3:
             raise KeyboardInterrupt
         launched.append(IdleProcess())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
@@ -20,6 +21,7 @@ from policygrad.learners.fsdp.watchdog import (
     SHORTAGE_KEY,
     STACK_AFTER_BEATS,
     Heartbeat,
+    HeartbeatThread,
     ThreadMonitor,
     Watchdog,
     describe_location,
@@ -30,6 +32,7 @@ from policygrad.learners.fsdp.watchdog import (
 
 LIMIT = 5
 ACTIVE, WAITS = Heartbeat(9, 0, False, "a (x.py:1)"), Heartbeat(9, 50, True, "b (x.py:2)")
+THERE, AWAY = (replace(ACTIVE, host=f"host{i}") for i in range(2))
 HANGS, BELOW_LIMIT = Heartbeat(9, 5, False, "c (x.py:3)"), Heartbeat(9, 4, False, "c (x.py:3)")
 
 
@@ -48,6 +51,7 @@ HANGS, BELOW_LIMIT = Heartbeat(9, 5, False, "c (x.py:3)"), Heartbeat(9, 4, False
         ([WAITS, None], [0, 5], (1,), "rank 1 did not answer for 5 seconds"),
         ([WAITS, WAITS, WAITS], [0] * 3, (1, 2), "all processes waited for each other for 5 seconds: rank 0 in b"),
         ([WAITS, WAITS, ACTIVE], [0] * 3, None, ""),
+        ([THERE, THERE, AWAY], [0, 0, 5], (2,), "rank 2 on host1 did not answer for 5 seconds"),
     ],
 )
 def test_a_hang_is_diagnosed_with_its_ranks(
@@ -176,3 +180,53 @@ def test_the_timeout_is_an_option_of_the_learner() -> None:
     with pytest.raises(pg.ConfigError, match=r"learner\.hang_timeout must be at least 0 and finite, not -1"):
         pg.LearnerConfig(hang_timeout=-1)
     assert pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(hang_timeout=3)).learner.hang_timeout == 3
+
+
+class Unanswered:
+    """A store on a machine that answers the first heartbeats, and then nothing more."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers, self.healed = answers, threading.Event()
+
+    def contains(self, *keys: str) -> bool:
+        return False
+
+    def set(self, key: str, text: str) -> None:
+        self.answers -= 1
+        if self.answers < 0:
+            self.healed.wait()
+
+
+@pytest.mark.parametrize("timeout", [5 * BEAT_SECONDS, 0.0])
+def test_a_rank_whose_rank_0_is_on_a_machine_that_is_gone_ends(
+    timeout: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No connection ends when a machine loses its power, or is cut off."""
+    codes, ended, left = list[int](), threading.Event(), threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        left.wait()
+
+    monkeypatch.setattr(module.os, "_exit", end)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.001)
+    store = Unanswered(3)
+    monkeypatch.setattr(module, "START_SECONDS", 5 * module.BEAT_SECONDS if timeout else 0.0)
+    thread = HeartbeatThread(cast(Any, store), 1, "host0")
+    assert ended.wait(60 if timeout else 0.05) is bool(timeout)
+    if timeout:
+        assert codes == [75]
+        assert "has heard nothing of rank 0 on host0 for" in capsys.readouterr().err
+    thread.close()
+    left.set()
+    store.healed.set()
+
+
+def test_a_rank_of_the_same_machine_waits_for_a_suspended_rank_0() -> None:
+    before = threading.active_count()
+    store = Unanswered(0)
+    thread = HeartbeatThread(cast(Any, store), 1)
+    assert threading.active_count() <= before + 1  # the heartbeat alone
+    thread.close()
+    store.healed.set()

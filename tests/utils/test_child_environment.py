@@ -133,7 +133,7 @@ def observe_engine_command(folder: Path) -> Environment:
 
 
 def observe_rank(folder: Path) -> Environment:
-    worker = LocalWorker("127.0.0.1", 1, 1, 2)  # it finds no rank 0 at this port
+    worker = LocalWorker("127.0.0.1", 1, 1, 2, b"k" * 32)  # it finds no rank 0 at this port
     try:
         return read_from_proc(worker.pid)
     finally:

@@ -472,13 +472,13 @@ class RayEnvironment:
 class LearnerActor(NamedActor):
     """A rank above 0. Its shard is useless without the others', so Ray restarts rank 0, which starts the others again."""
 
-    def serve(self, host: str, port: int, rank: int, size: int) -> int:
+    def serve(self, host: str, port: int, rank: int, size: int, key: bytes) -> int:
         """Execute what rank 0 sends; return the exit code."""
         from policygrad.learners.fsdp.processes import WorkerGroup
         from policygrad.learners.fsdp.worker import serve_controller
 
         try:
-            return serve_controller(WorkerGroup.join(port, rank, size, host, device=0))
+            return serve_controller(WorkerGroup.join(port, rank, size, key, host, device=0))
         except BaseException:  # exit at once: other ranks may be waiting for this one
             traceback.print_exc()
             os._exit(FAILURE_CODE)
@@ -529,9 +529,9 @@ class LearnerActors:
     def launcher(self) -> WorkerLauncher:
         from ray.util import get_node_ip_address
 
-        def start(host: str, port: int, rank: int, size: int) -> _ActorProcess:
+        def start(host: str, port: int, rank: int, size: int, key: bytes) -> _ActorProcess:
             actor = self._actors.create(LearnerActor, LEARNERS, rank)
-            self._processes.append(_ActorProcess(actor, actor.serve.remote(host, port, rank, size)))
+            self._processes.append(_ActorProcess(actor, actor.serve.remote(host, port, rank, size, key)))
             return self._processes[-1]
 
         return WorkerLauncher(start, get_node_ip_address())

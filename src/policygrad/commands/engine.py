@@ -23,11 +23,13 @@ from policygrad.rewards.config import VARIABLE_NAMES
 from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
 from policygrad.samplers.engines.factory import build_engine_sampler, detect_engine
 from policygrad.samplers.engines.installation import find_installation, install, is_installed_here
+from policygrad.samplers.engines.llama_server import KEY_VARIABLE
 from policygrad.samplers.engines.probe import ProbeResult
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
 from policygrad.samplers.engines.server_process import LaunchCommand
 from policygrad.training.config.optional_arg import optional_arg
 from policygrad.utils.child_environment import check_variable_names, filter_environment
+from policygrad.utils.http_limits import is_loopback
 
 CHECK, INSTALL = ACTIONS = ("check", "install")
 HELP = (
@@ -63,7 +65,8 @@ class EngineOptions:
     folder: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """llama_cpp: the folder of weights that the server follows, the run's --sampler.folder."""
     host: str = "127.0.0.1"
-    """Address to listen at; anyone who can reach it can replace the weights."""
+    """Address to listen at. llama_cpp asks who calls from other machines for the key in SAMPLER_API_KEY, which runs send too; of
+    other engines anyone who can reach it can replace the weights."""
     port: int = 8000
     """Port to listen at."""
     dtype: str = "fp32"
@@ -126,6 +129,14 @@ class EngineOptions:
             if is_set and not getattr(engine, fact, False):
                 supported = " and ".join(list_engines(attrgetter(fact)))
                 raise ConfigError(f"{option} is for servers of {supported}. Leave it out for {self.target}.")
+        if getattr(engine, "asks_for_key", False) and not (
+            is_loopback(self.host) or self.print or os.environ.get(KEY_VARIABLE)
+        ):
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines, and {KEY_VARIABLE} is not set, so that whoever reaches it "
+                f"may sample: set it to a secret here and where the run is, export {KEY_VARIABLE}=$(openssl rand -hex 32), or "
+                "listen at 127.0.0.1"
+            )
         if self.weight_transport == NCCL and engine is not None and engine.transfer_class is None:
             raise ConfigError(f"a server of {engine.name} loads no weights over NCCL. Leave --weight-transport out.")
 

@@ -13,7 +13,6 @@ import faulthandler
 import hmac
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -48,6 +47,7 @@ MIN_CPU_FRACTION = 0.02
 """CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
 STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
 _SIGNATURE_BYTES = 32  # SHA-256
+START_SECONDS = 300.0  # that rank 0's machine has to answer before it has said how long it may be silent
 EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
 Clock = Callable[[], float]  # returns seconds
 SHORTAGE_KEY = "out of memory"  # in the ranks' store: what a rank that has exited since ran out of memory in
@@ -69,13 +69,12 @@ class ControlStore:
         self._store, self._key = store, key
 
     @classmethod
-    def connect(cls, rank: int, group: dist.ProcessGroup, host: str) -> ControlStore:
-        """Connect to the store that rank 0 serves at its address `host`; port and key are broadcast in `group`."""
+    def connect(cls, rank: int, group: dist.ProcessGroup, host: str, key: bytes) -> ControlStore:
+        """Connect to the store that rank 0 serves at its address `host`; the port is broadcast in `group`."""
         server = serve_store(host, STORE_TIMEOUT) if rank == 0 else None
-        message = [(0 if server is None else server.port, secrets.token_bytes(32))]
-        dist.broadcast_object_list(message, src=0, group=group)
-        port, key = message[0]
-        return cls(server or connect_to_store(host, port, STORE_TIMEOUT), key)
+        port = torch.tensor([0 if server is None else server.port])
+        dist.broadcast(port, src=0, group=group)
+        return cls(server or connect_to_store(host, int(port), STORE_TIMEOUT), key)
 
     def set(self, key: str, text: str) -> None:
         """Store a text, replacing an earlier one."""
@@ -191,20 +190,46 @@ def heartbeat_key(rank: int) -> str:
 
 
 class HeartbeatThread:
-    """Sends a rank's heartbeats until `close`, and ends the process if rank 0 requests it, or has exited unnoticed."""
+    """Sends a rank's heartbeats until `close`, and ends the process if rank 0 requests it, has exited unnoticed, or is on a machine
+    that is heard of no more."""
 
-    def __init__(self, store: ControlStore, rank: int) -> None:
-        self._store, self._rank, self._closed = store, rank, threading.Event()
+    def __init__(self, store: ControlStore, rank: int, machine: str = "") -> None:
+        """`machine`: the name of rank 0's, if it is another one than this. One that is suspended on this machine is waited for."""
+        self._store, self._rank, self._machine, self._closed = store, rank, machine, threading.Event()
+        self.limit = ceil(START_SECONDS / BEAT_SECONDS)
+        """Checks without an answer of rank 0's machine that mean that it is gone; 0 = never."""
+        self._answers = 0
         self._monitor = ThreadMonitor(threading.main_thread().ident)
         if hasattr(signal, "SIGUSR1"):
             with suppress(OSError, RuntimeError, ValueError):  # there is no standard error to write to
                 faulthandler.register(signal.SIGUSR1)  # prints the stack even while C code holds the interpreter lock
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        if machine:
+            threading.Thread(target=self._watch_machine, name="watchdog of rank 0", daemon=True).start()
+
+    def allow(self, timeout: float) -> None:
+        """Wait for an answer of rank 0's machine for so many seconds from now on; 0 = for ever."""
+        self.limit = ceil(timeout / BEAT_SECONDS)
+
+    def _watch_machine(self) -> None:
+        """End this process once the other thread waits for too long: a machine without power ends no connection."""
+        missed = before = 0
+        while not self._closed.wait(BEAT_SECONDS):
+            missed, before = 0 if self._answers != before else missed + 1, self._answers
+            if self.limit and missed >= self.limit:
+                print(
+                    f"error: rank {self._rank} on {socket.gethostname()} has heard nothing of rank 0 on {self._machine} for "
+                    f"{missed * BEAT_SECONDS:g} seconds: the machine or the network between the two is gone; exiting",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(HangError.code)
 
     def _run(self) -> None:
         try:
             while not self._store.contains(f"exit {self._rank}"):
                 self._store.set(heartbeat_key(self._rank), json.dumps(asdict(self._monitor.beat())))
+                self._answers += 1
                 if self._closed.wait(BEAT_SECONDS):
                     return
         except RuntimeError:  # rank 0's store is gone
@@ -233,12 +258,13 @@ def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limi
     seconds = f"{limit * BEAT_SECONDS:g} seconds"
     if unresponsive := tuple(rank for rank, checks in enumerate(missed) if checks >= limit):
         reason = f"did not answer for {seconds}: ended, stopped, or stuck in C code that does not let Python run"
-        return HangDiagnosis(unresponsive, f"{_join_ranks(unresponsive)} {reason}")
+        return HangDiagnosis(unresponsive, f"{_join_ranks(unresponsive, beats)} {reason}")
     idle = {rank: beat for rank, beat in enumerate(beats) if beat is not None and beat.idle_beats >= limit}
     if stuck := {rank: beat for rank, beat in idle.items() if not beat.in_collective}:
         locations = ", ".join(beat.location for beat in stuck.values())
         return HangDiagnosis(
-            tuple(stuck), f"{_join_ranks(tuple(stuck))} hung in {locations}: no progress and no CPU time for {seconds}"
+            tuple(stuck),
+            f"{_join_ranks(tuple(stuck), beats)} hung in {locations}: no progress and no CPU time for {seconds}",
         )
     if len(idle) == len(beats):
         locations = ", ".join(f"rank {rank} in {beat.location}" for rank, beat in idle.items())
@@ -246,8 +272,11 @@ def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limi
     return None
 
 
-def _join_ranks(ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
+def _join_ranks(ranks: Sequence[int], beats: Sequence[Heartbeat | None]) -> str:
+    """Name ranks, each with its machine if that is another than rank 0's."""
+    here = "" if beats[0] is None else beats[0].host
+    machines = ["" if beat is None or beat.host in ("", here) else f" on {beat.host}" for beat in beats]
+    return " and ".join(f"rank {rank}{machines[rank]}" for rank in ranks)
 
 
 class Watchdog:
@@ -291,7 +320,7 @@ class Watchdog:
     def unresponsive(self) -> str:
         """The ranks without a heartbeat for as long as the timeout, as text; empty if there is none."""
         ranks = [rank for rank, checks in enumerate(self._missed) if self._limit and checks >= self._limit]
-        return f"{_join_ranks(ranks)} did not answer" if ranks else ""
+        return f"{_join_ranks(ranks, self._beats)} did not answer" if ranks else ""
 
     def _watch(self) -> None:
         diagnosis: HangDiagnosis | None = None

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from policygrad.learners.fsdp.controller import SYMMETRIC_ERRORS, describe_lost_connection, report_shortage
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
+from policygrad.learners.fsdp.message_key import read_sent_key
 from policygrad.learners.fsdp.processes import WorkerGroup, exit_with_parent
 from policygrad.learners.fsdp.watchdog import HeartbeatThread
 from policygrad.utils.out_of_memory import is_out_of_memory
@@ -18,9 +19,10 @@ from policygrad.utils.spans import span
 def main(port: int, rank: int, size: int) -> None:
     """Run a process that rank 0 of this machine, listening at `port`, has started; it never returns."""
     code = 1
+    key = read_sent_key(0)
     exit_with_parent()
     try:
-        code = serve_controller(WorkerGroup.join(port, rank, size))
+        code = serve_controller(WorkerGroup.join(port, rank, size, key))
     except BaseException:  # exit at once: other ranks may be waiting for this one
         traceback.print_exc()
     os._exit(code)
@@ -38,11 +40,12 @@ def serve_controller(workers: WorkerGroup) -> int:
     """
     ignore_signals()
     learner: FsdpLearner | None = None
-    heartbeat = HeartbeatThread(workers.store, workers.rank)
+    heartbeat = HeartbeatThread(workers.store, workers.rank, workers.machine)
     try:
         while (message := workers.receive_object()) is not None:
             with suppress(*SYMMETRIC_ERRORS):  # rank 0 raises them too
                 if isinstance(message, FsdpSpec):
+                    heartbeat.allow(message.learner.config.hang_timeout)
                     learner = FsdpLearner(workers, message)
                 else:
                     function, args = message

@@ -41,6 +41,7 @@ from policygrad.samplers.engines import probe, server_pool
 from policygrad.samplers.engines.colocation import ColocatedServer, Memory
 from policygrad.samplers.engines.http import HttpClient, ServerStartingError, ServerUnavailableError
 from policygrad.samplers.engines.installation import Installation, find_installation
+from policygrad.samplers.engines.llama_server import KEY_VARIABLE
 from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.polling import SharedPoll, repeat_during
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
@@ -137,6 +138,8 @@ class EngineSampler(ABC):
     stops_at_texts: ClassVar[bool] = False
     """True if servers stop at `SamplingParams.stop`, and return the tokens up to the one that completes it. Otherwise completions
     run on, and are cut here."""
+    asks_for_key: ClassVar[bool] = False
+    """True if a server that `policygrad engine` starts answers only who sends the key in SAMPLER_API_KEY, if that is set."""
     supports_stop: ClassVar[bool] = False
     """True if a completion can end elsewhere than at the tokenizer's end tokens: `Request.stop`."""
     returns_sampling_masks: ClassVar[bool] = False
@@ -190,7 +193,7 @@ class EngineSampler(ABC):
                     f"sampler.weight_transport={NCCL} sends no adapters: set --sampler.weight-transport {FOLDER}"
                 )
             self.transfer = self.versions = self.transfer_class(folder, model, config)
-        self.http = HttpClient(config.timeout)
+        self.http = HttpClient(config.timeout, key=os.environ.get(KEY_VARIABLE, ""))
         self.published: WeightVersion | None = None
         self._logit_source: probe.LogitSource = model
         self.in_flight = config.chunk_tokens > 0

@@ -31,7 +31,16 @@ class LlamaCppSampler(EngineSampler):
     launch_hint = "`policygrad engine llama_cpp --print` shows how its server is started"
     detection_routes = (("/props", "default_generation_settings"),)
     package = "xllamacpp"
-    variables = (*DEVICE_VARIABLES, "GGML_*", "LLAMA_*", "XLLAMACPP_*", "VK_*", "MTL_*")  # it downloads nothing
+    asks_for_key = True
+    variables = (
+        *DEVICE_VARIABLES,
+        "GGML_*",
+        "LLAMA_*",
+        "XLLAMACPP_*",
+        "VK_*",
+        "MTL_*",
+        llama_server.KEY_VARIABLE,
+    )  # it downloads nothing
 
     @classmethod
     def launch_command(cls, options: LaunchOptions) -> LaunchCommand:

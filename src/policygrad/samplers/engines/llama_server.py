@@ -22,6 +22,8 @@ CURRENT_FILE, MODEL_FILE = "current.json", "model.gguf"
 _POLL_SECONDS = 0.02  # seconds between reads of the folder
 _MAX_FAILURES = 3  # exits of a server with an error, on one version, after which it is not started again
 _RESTART_SECONDS = 0.5  # seconds before a server that died is started again
+KEY_VARIABLE = "SAMPLER_API_KEY"
+"""What it holds, clients have to send as a bearer token; without it, none is asked for."""
 _SERVE_OPTIONS = ("host", "port", "max_concurrency", "context_length", "threads", "device_layers")
 
 
@@ -92,6 +94,7 @@ def _serve(options: argparse.Namespace) -> int:
     p = xllamacpp.CommonParams()
     p.model.path, p.model_alias = options.file, {options.name}
     p.hostnames, p.port = [options.host], options.port
+    p.api_keys = list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     # exact to float32: no half precision in the cache, no flash attention
     p.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     p.cache_type_k = p.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

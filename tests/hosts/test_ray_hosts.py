@@ -1,0 +1,144 @@
+"""A real Ray cluster of several hosts: a run whose actors are on all of them is that of one process. `make test-hosts`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from measure_hosts import ROOT, SAMPLER_KEY, Engine, Program, always, count_steps, prepare, start
+from test_torchrun import succeeded
+
+from doubles.files import rows, weights
+from doubles.ray_runs import LOOSE, check_alike
+from hosts import Host, Laboratory
+
+RAY = ROOT / ".environments" / "ray" / "bin"
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(not (RAY / "ray").exists(), reason="no Ray: make .environments/ray/.installed"),
+]
+TOKEN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "7" * 64,
+    "RAY_worker_niceness": "0",
+} | SAMPLER_KEY  # actors have the variables of `ray start`
+ACTORS = ("TrainerActor", "LearnerActor", "SamplerActor", "RewardActor", "EnvironmentActor")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not below /tmp, of which each host has its own here: Ray's sockets and logs lie there."""
+    made = Path(tempfile.mkdtemp(prefix="policygrad-ray-", dir="/var/tmp"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def start_ray(lab: Laboratory, folder: Path, hosts: Sequence[Host] = ()) -> list[Program]:
+    """Start Ray on these hosts, or on every one, the head on the first, and wait until all are there."""
+    common = ["--block", "--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats"]
+    first = lab.hosts[0].address
+    started = []
+    for host in hosts or lab.hosts:
+        place = (
+            ["--head", "--port=6379", "--include-dashboard=false"] if host.index == 0 else [f"--address={first}:6379"]
+        )
+        argv = [str(RAY / "ray"), "start", *place, f"--node-ip-address={host.address}", *common]
+        started.append(start(host, argv, folder, TOKEN))
+        started[-1].wait_for(lambda one=started[-1]: "Ray runtime started" in one.said, "Ray")  # type: ignore[misc]
+    return started
+
+
+def train(lab: Laboratory, folder: Path, words: Sequence[str], run: Path, *more: str) -> Program:
+    """Begin a run on the cluster, from the first host."""
+    argv = [str(RAY / "python"), "-m", "policygrad", *words, *always(folder), "--output", str(run), *more]
+    cluster = ["--cluster", f"{lab.hosts[0].address}:6379", "--cluster.timeout", "240", "--cluster.cpus", "0.4"]
+    return start(lab.hosts[0], [*argv, *cluster], folder, TOKEN)
+
+
+def actors(lab: Laboratory) -> dict[str, set[str]]:
+    """Return the hosts of each kind of actor."""
+    found: dict[str, set[str]] = {}
+    for host in lab.hosts:
+        if host.pid:
+            for line in host.run(["ps", "-eo", "args"]).stdout.splitlines():
+                for kind in ACTORS:
+                    if line.startswith(f"ray::{kind}"):
+                        found.setdefault(kind, set()).add(host.name)
+    return found
+
+
+def alone(folder: Path, words: Sequence[str], *more: str) -> Path:
+    """Return the run in one process, with Ray's Python."""
+    run = folder / "alone"
+    with Laboratory(1) as lab:
+        argv = [str(RAY / "python"), "-m", "policygrad", *words, *always(folder), "--output", str(run), *more]
+        if more:  # an engine, at the same name
+            lab.name_hosts({"host1": "127.0.0.1"})
+            Engine(folder, words).serve(lab, str(folder / "run-weights"), {}, 0)
+        succeeded([start(lab.hosts[0], argv, folder, SAMPLER_KEY)])
+    return run
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_actors_on_several_hosts_make_the_run_of_one_process(hosts: int, folder: Path) -> None:
+    words = prepare(folder)
+    expected, run = alone(folder, words), folder / "run"
+    with Laboratory(hosts, disk="1g") as lab:
+        start_ray(lab, folder)
+        program = train(lab, folder, words, run, "--learner.world-size", "2", "--cluster.samplers", "2")
+        program.wait_for(lambda: count_steps(run) >= 2, "second step")
+        where = actors(lab)
+        succeeded([program])
+    assert len(set().union(*where.values())) == hosts, where
+    assert {"TrainerActor", "LearnerActor", "SamplerActor", "RewardActor"} <= where.keys()
+    check_alike(expected, run)
+
+
+def test_a_host_with_a_sampler_that_loses_its_power_costs_nothing(folder: Path) -> None:
+    words = prepare(folder)
+    expected, run = alone(folder, words), folder / "run"
+    with Laboratory(3, disk="1g") as lab:
+        start_ray(lab, folder)
+        program = train(lab, folder, words, run, "--cluster.samplers", "3")
+        program.wait_for(lambda: count_steps(run) >= 2, "second step")
+        where = actors(lab)
+        (lost, *_) = [
+            host
+            for host in lab.hosts[1:]
+            if host.name not in where["TrainerActor"] and host.name in where["SamplerActor"]
+        ]
+        lab.power_off(lost.index)
+        succeeded([program])
+    check_alike(expected, run)
+
+
+def test_an_engine_on_a_host_of_its_own_samples_for_a_cluster(folder: Path) -> None:
+    """A server of llama.cpp on a host that is not Ray's: weights by the folder that all see, completions by HTTP, with a key."""
+    words, run = prepare(folder), folder / "run"
+    with Laboratory(3, disk="1g") as lab:
+        kind = Engine(folder, words)
+        server, options = kind.serve(lab, kind.weights(run), {}), kind.options(run)
+        start_ray(lab, folder, lab.hosts[::2])
+        program = train(
+            lab,
+            folder,
+            words,
+            run,
+            *options,
+            "--cluster.rewards",
+            "2",
+        )
+        program.wait_for(lambda: count_steps(run) >= 2, "second step")
+        where = actors(lab)
+        succeeded([program])
+        assert server.process.poll() is None
+    assert where["RewardActor"] == {"host0", "host2"}, where
+    assert "SamplerActor" not in where
+    expected = alone(folder, words, *options)
+    assert rows(run / "completions.jsonl") == rows(expected / "completions.jsonl")
+    trained, results = weights(expected), weights(run)
+    assert all(torch.allclose(trained[name], results[name], atol=LOOSE) for name in trained)
