@@ -140,6 +140,7 @@ test-ray: $(OTHERS)/ray/.installed
 	$(OTHERS)/ray/bin/python -m pytest -m ray tests/cluster $(ARGS)
 
 # Several hosts in namespaces of this machine: Linux, as root. Where they are not allowed, every test is skipped and says why.
+# Those of a Ray cluster need the environment of test-ray: make .environments/ray/.installed
 test-hosts: export PYTHONDONTWRITEBYTECODE :=
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
