@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 from doubles.architectures import families
 from policygrad.models.loading import load_model
 from policygrad.samplers.base import Generation, Request, SamplingParams
-from policygrad.samplers.local import beginnings, text_cache
+from policygrad.samplers.local import beginnings, kv_cache, text_cache
 from policygrad.samplers.local import sampler as local
 from policygrad.samplers.local.beginnings import may_share, plan_beginnings
+from policygrad.samplers.local.kv_cache import divide_by_length
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.state_cache import StateCache
 from policygrad.weight_sync.base import PublishedWeights
@@ -34,9 +37,51 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings of a few tokens count, as those of thousands do otherwise."""
     monkeypatch.setattr(beginnings, "LEAST_LENGTH", 4)
     monkeypatch.setattr(beginnings, "CALL_TOKENS", 8)
+    monkeypatch.setattr(kv_cache, "CALL_TOKENS", 8)
     monkeypatch.setattr(local, "SHORT_PROMPT", 4)
     monkeypatch.setattr(text_cache, "CALL_TOKENS", 8)
     monkeypatch.setattr("policygrad.samplers.local.state_cache.CALL_TOKENS", 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_are_divided_by_length_so_that_fewest_tokens_are_read(seed: int, short: None) -> None:
+    """Among all divisions into runs of the sorted lengths."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 30, (int(torch.randint(1, 9, (), generator=g)),), generator=g).tolist()
+
+    def cost(passes: list[list[int]]) -> int:
+        return sum(kv_cache.CALL_TOKENS + len(which) * max(which) for which in passes)
+
+    ordered, n = sorted(lengths), len(lengths)
+    cuts = product((False, True), repeat=n - 1)
+    every = [[0, *(i + 1 for i, is_cut in enumerate(cut) if is_cut), n] for cut in cuts]
+    least = min(cost([ordered[a:b] for a, b in pairwise(edges)]) for edges in every)
+    passes = divide_by_length(lengths)
+    assert sorted(i for which in passes for i in which) == list(range(n))
+    assert cost([[lengths[i] for i in which] for which in passes]) == least
+
+
+def test_prompts_of_like_length_are_read_together() -> None:
+    assert divide_by_length([]) == []
+    assert divide_by_length([200, 190] * 16) == [list(range(32))]
+    assert divide_by_length([30, 2000, 40, 1900]) == [[0, 2], [1, 3]]
+
+
+def test_prompts_that_are_read_in_several_passes_are_continued_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "CALL_TOKENS", 8)
+    torch.manual_seed(0)
+    model = load_model(tf.AutoModelForCausalLM.from_config(FAMILIES["gemma3_text"].config()).eval())
+    g = torch.Generator().manual_seed(1)
+    prompts, widths = [torch.randint(3, 40, (n,), generator=g) for n in (40, 3, 38, 5, 17)], list[int]()
+    sampler, sampling = LocalSampler(model, frozenset({1}), 0), replace(SAMPLING, decode_rows=len(prompts))
+    requests = [Request(prompt, (0, i), sampling, 6) for i, prompt in enumerate(prompts)]
+    each = [drawn(sampler, [request])[0] for request in requests]
+    model.register_forward_pre_hook(lambda _, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    together = drawn(sampler, requests)
+    assert sorted(width for width in widths if width > 1) == [5, 17, 40]
+    for alone, generation in zip(each, together, strict=True):
+        assert torch.equal(generation.tokens, alone.tokens)
+        assert torch.allclose(generation.logp, alone.logp, atol=1e-5)
 
 
 def prompts_of_two_tasks() -> list[Tensor]:

@@ -65,8 +65,8 @@ class EngineOptions:
     folder: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """llama_cpp: the folder of weights that the server follows, the run's --sampler.folder."""
     host: str = "127.0.0.1"
-    """Address to listen at. llama_cpp asks who calls from other machines for the key in SAMPLER_API_KEY, which runs send too; of
-    other engines anyone who can reach it can replace the weights."""
+    """Address to listen at. On other engines than llama_cpp anyone who can reach it can replace the weights.
+    llama_cpp asks who calls from other machines for the key in SAMPLER_API_KEY, which runs send too."""
     port: int = 8000
     """Port to listen at."""
     dtype: str = "fp32"

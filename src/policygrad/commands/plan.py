@@ -46,7 +46,7 @@ from policygrad.planning.render import (
 )
 from policygrad.planning.shapes import CountedShape
 from policygrad.samplers.config import FOLDER, LOCAL, NCCL, WEIGHT_TRANSPORTS
-from policygrad.samplers.engines.registry import ENGINES
+from policygrad.samplers.engines.registry import ENGINES, list_engines
 from policygrad.training.config.optional_arg import optional_arg
 
 if TYPE_CHECKING:
@@ -377,8 +377,6 @@ def choose_engine(options: PlanOptions) -> str:
     """Return the engine that the options name, or else one whose servers can sleep."""
     if options.sampler_engine != LOCAL:
         return options.sampler_engine
-    from policygrad.samplers.engines.registry import list_engines
-
     return list_engines(lambda kind: kind.can_sleep)[0]
 
 
@@ -450,16 +448,14 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
             f"--tensor-parallel {options.tensor_parallel} needs an engine or separate samplers, but all devices sample and learn "
             "in turns. Add --samplers, --max-staleness or --sampler.engine."
         )
-    if options.weight_transport == NCCL and (
-        not layout.is_disaggregated
-        or not options.has_engine
-        or layout.only_adapters
-        or options.sampler_engine == "llama_cpp"
-    ):
-        raise ConfigError(
-            f"--sampler.weight-transport {NCCL} sends all weights to vLLM or SGLang on other devices: add --sampler.engine vllm "
-            "and --samplers or --max-staleness, without --learner.lora, or leave it out."
-        )
+    if options.weight_transport == NCCL:
+        receiving = list_engines(lambda engine: engine.transfer_class is not None)
+        is_refused = options.sampler_engine not in (LOCAL, *receiving)
+        if is_refused or not layout.is_disaggregated or not options.has_engine or layout.only_adapters:
+            raise ConfigError(
+                f"--sampler.weight-transport {NCCL} sends all weights to {' or '.join(receiving)} on other devices: add "
+                f"--sampler.engine {receiving[0]} and --samplers or --max-staleness, without --learner.lora, or leave it out."
+            )
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 
 

@@ -399,8 +399,8 @@ class ExactKLToReference(LossTerm):
     cap: float | None = setting(None, "above 0", "or None")
     """Multiply D at a token by min(π_θ/π_old, cap) of the sampled token; None: no ratio."""
     over: Over = choice(sampled="the tokens that top-k and top-p leave", vocabulary="all tokens")
-    """Where completions are sampled by top-k or top-p, sampled compares the two models over the tokens that these leave, as every
-    other part does; vocabulary compares them over all, so that only the states are those of the narrower sampler."""
+    """sampled: where completions are sampled by top-k or top-p, over the tokens that these leave, as every other part does.
+    vocabulary: over all tokens, so that only the states are those of the narrower sampler."""
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
     multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-CALL_TOKENS = 512  # reading fewer tokens than these takes about as long as a forward pass does anyway
+from policygrad.samplers.local.kv_cache import CALL_TOKENS
+
 LEAST_LENGTH = 64
 """Tokens of a prompt below which nothing of it is looked for in others."""
 

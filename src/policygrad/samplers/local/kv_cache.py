@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
 """Finished rows stay in the cache until fewer than this fraction of its rows are active: dropping them copies the rest."""
+CALL_TOKENS = 512  # reading fewer tokens than these takes about as long as a forward pass does anyway
 _CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
 
 
@@ -183,6 +184,28 @@ class PlainDecodeCache:
             self.attention = self.attention[self.rows]
             self.rows = torch.arange(len(rows), device=self.device)
         return rows
+
+
+def divide_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Divide prompts into those that are read in one pass, padded to the longest of them: with the fewest tokens, padding and
+    `CALL_TOKENS` for each pass included."""
+    count = len(lengths)
+    if count * max(lengths, default=0) - sum(lengths) < CALL_TOKENS:
+        return [list(range(count))] if count else []
+    import numpy as np
+
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    longest, places = np.asarray(lengths)[order], np.arange(count)
+    least, begins = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+    for end in range(1, count + 1):  # the last pass reads order[begin:end]
+        tokens = least[:end] + (end - places[:end]) * longest[:end] + CALL_TOKENS
+        begins[end] = tokens.argmin()
+        least[end] = tokens[begins[end]]
+    passes, end = list[list[int]](), count
+    while end:
+        passes.append(sorted(order[begins[end] : end].tolist()))
+        end = int(begins[end])
+    return passes
 
 
 def prefill(

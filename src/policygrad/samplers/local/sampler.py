@@ -286,6 +286,7 @@ class LocalSampler:
                 at_attention=at_attention,
                 counts=self.prefill,
                 kernels=self.uses_kernels,
+                in_passes=self.routing is None and self.before_pass is None,  # both count on one for all rows
             )
         return PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths, texts, self.prefill)
 

@@ -31,7 +31,13 @@ from policygrad.models.attention import (
 )
 from policygrad.models.loading import at_least_float32, attention_limits, context_length
 from policygrad.samplers.local import kv_cache
-from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, PrefillCounts, prefill
+from policygrad.samplers.local.kv_cache import (
+    COMPACT_FRACTION,
+    PlainDecodeCache,
+    PrefillCounts,
+    divide_by_length,
+    prefill,
+)
 from policygrad.utils.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -61,10 +67,12 @@ class SharedPrefixCache:
         at_attention: bool = False,
         counts: PrefillCounts | None = None,
         kernels: bool = False,
+        in_passes: bool = False,
     ) -> None:
         """
         Args:
             texts: Texts that prompts may continue.
+            in_passes: Prompts of very different lengths are read in several passes.
             kernels: Attend by Triton's kernel, where it supports the keys.
             counts: Counts the tokens of prompts.
             at_attention: Keys and values are taken where layers attend (`models.attention.attend`), not where they are cached:
@@ -72,7 +80,7 @@ class SharedPrefixCache:
         """
         self.model, self.pad, self.texts, self.windows = model, pad, texts, find_windows(model)
         self.counts = counts or PrefillCounts()
-        self.at_attention = at_attention
+        self.at_attention, self.in_passes = at_attention, in_passes
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
@@ -92,7 +100,9 @@ class SharedPrefixCache:
         self.layout.column = None
         if self.texts is None or any(media):
             self.counts.read += sum(map(len, prompts))
-            logits, mask, pairs = self._prefill(prompts, media)
+            is_divided = self.in_passes and not any(media)
+            divided = divide_by_length([len(p) for p in prompts]) if is_divided else [list(range(len(prompts)))]
+            logits, mask, pairs = self._prefill_divided(prompts, divided, media)
         else:
             logits, mask, pairs = self._prefill_continuing(self.texts, prompts)
         before, new = len(self.owner), int(repeats.sum())
@@ -148,8 +158,17 @@ class SharedPrefixCache:
     ) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
         """Read prompts of which something may be cached, in one pass or a few; returns as `_prefill`."""
         texts.read_beginnings(self.model, prompts, self.pad)
-        divided = texts.divide(prompts)
-        parts = [self._prefill([prompts[i] for i in which], texts=texts) for which in divided]
+        return self._prefill_divided(prompts, texts.divide(prompts), texts=texts)
+
+    def _prefill_divided(
+        self,
+        prompts: Sequence[Tensor],
+        divided: Sequence[Sequence[int]],
+        media: Sequence[TextMedia] = (),
+        texts: TextCache | None = None,
+    ) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+        """Read prompts in one pass for each of the given parts; returns as `_prefill`. Pictures are read in a single one."""
+        parts = [self._prefill([prompts[i] for i in which], media, texts) for which in divided]
         if len(parts) == 1:
             return parts[0]
         width = max(mask.shape[1] for _, mask, _ in parts)

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policygrad.samplers.local.beginnings import CALL_TOKENS, plan_beginnings
-from policygrad.samplers.local.kv_cache import CountingCache, PrefillCounts, get_cache, prefill, weights_version
+from policygrad.samplers.local.beginnings import plan_beginnings
+from policygrad.samplers.local.kv_cache import (
+    CALL_TOKENS,
+    CountingCache,
+    PrefillCounts,
+    get_cache,
+    prefill,
+    weights_version,
+)
 from policygrad.samplers.local.text_cache import find_room
 
 _REMEMBERED = 256  # prompts whose beginnings are looked for in later ones

@@ -17,8 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from policygrad.samplers.local.beginnings import CALL_TOKENS, plan_beginnings
-from policygrad.samplers.local.kv_cache import PrefillCounts, left_pad, prefill, weights_version
+from policygrad.samplers.local.beginnings import plan_beginnings
+from policygrad.samplers.local.kv_cache import (
+    CALL_TOKENS,
+    PrefillCounts,
+    divide_by_length,
+    left_pad,
+    prefill,
+    weights_version,
+)
 from policygrad.utils.memory import measure_free_memory
 
 Ids = NDArray[np.int64]
@@ -134,13 +141,16 @@ class TextCache:
             self.add(prompt, copy)
 
     def divide(self, prompts: Sequence[Tensor]) -> list[list[int]]:
-        """Divide prompts into those that are read together: all, or those with a cached beginning apart from the others."""
+        """Divide prompts into those that are read together: those with a cached beginning apart from the others where that saves
+        time, and otherwise by their lengths."""
         if not prompts:
             return []
         everything, cached = list(range(len(prompts))), [self.count_cached(prompt) for prompt in prompts]
         known = [i for i in everything if cached[i]]
         others = [i for i in everything if not cached[i]]
-        if not known or not others:
+        if not known:
+            return divide_by_length([len(prompt) for prompt in prompts])
+        if not others:
             return [everything]
         apart = self._cost(prompts, known) + self._cost(prompts, others) + CALL_TOKENS
         return [known, others] if apart < self._cost(prompts, everything) else [everything]
