@@ -470,16 +470,31 @@ def measure_sampler(
     report: dict[str, Any] = {}
     prompt_tokens, tokens = sizes.decode
     for rows in sizes.rows:
-        prompts = [torch.randint(2, 512, (prompt_tokens,), generator=generator) for _ in range(-(-rows // 8))]
-        for count in (2, tokens):
-            sampling = SamplingParams(max_tokens=count, decode_rows=rows)
-            requests = [Request(prompts[i // 8], (0, i), sampling, count) for i in range(rows)]
-            start = time.perf_counter()
-            generations = asyncio.run(sampler.generate(requests))
-            seconds = time.perf_counter() - start
+        generations, seconds = time_decoding(sampler, rows, draw_prompts(rows, prompt_tokens, generator), tokens)
         drawn = sum(len(x.tokens) for x in generations)
         report[f"{rows} rows"] = {"tokens/s": drawn / seconds, "ms per token": 1e3 * seconds / tokens}
     return report
+
+
+def draw_prompts(rows: int, length: int, generator: torch.Generator) -> list[Tensor]:
+    """Return prompts of random tokens, one for every eight rows."""
+    return [torch.randint(2, 512, (length,), generator=generator) for _ in range(-(-rows // 8))]
+
+
+def make_requests(rows: int, prompts: list[Tensor], tokens: int) -> list[Request]:
+    """Return requests for completions of so many tokens, eight for each prompt, all decoded at once."""
+    sampling = SamplingParams(max_tokens=tokens, decode_rows=rows)
+    return [Request(prompts[i // 8], (0, i), sampling, tokens) for i in range(rows)]
+
+
+def time_decoding(
+    sampler: LocalSampler, rows: int, prompts: list[Tensor], tokens: int
+) -> tuple[list[Generation], float]:
+    """Return completions and the seconds that they took, after a call of two tokens."""
+    asyncio.run(sampler.generate(make_requests(rows, prompts, 2)))
+    start = time.perf_counter()
+    generations = asyncio.run(sampler.generate(make_requests(rows, prompts, tokens)))
+    return generations, time.perf_counter() - start
 
 
 def check_decode_kernels(device: str) -> dict[str, Any]:
@@ -489,20 +504,14 @@ def check_decode_kernels(device: str) -> dict[str, Any]:
     prompt_tokens, tokens = sizes.decode
     report: dict[str, Any] = {}
     for rows in (1, 2) if device == "cpu" else (1, 64, 512):
-        generator = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(2, 512, (prompt_tokens,), generator=generator) for _ in range(-(-rows // 8))]
+        prompts = draw_prompts(rows, prompt_tokens, torch.Generator().manual_seed(0))
         of_rows: dict[str, Any] = {}
         drawn = []
         for kernels in ("off", "auto"):
             sampler = LocalSampler(model, frozenset({-1}), 0, kernels=kernels)
             if device == "cpu" and kernels == "auto" and find_spec("triton") is not None:
                 sampler.uses_kernels = os.environ.get("TRITON_INTERPRET") == "1"
-            for count in (2, tokens):
-                sampling = SamplingParams(max_tokens=count, decode_rows=rows)
-                requests = [Request(prompts[i // 8], (0, i), sampling, count) for i in range(rows)]
-                start = time.perf_counter()
-                generations = asyncio.run(sampler.generate(requests))
-                seconds = time.perf_counter() - start
+            generations, seconds = time_decoding(sampler, rows, prompts, tokens)
             check(device == "cpu" or sampler.uses_kernels == (kernels == "auto"), "the kernels were refused")
             of_rows[f"ms per token, kernels {kernels}"] = 1e3 * seconds / tokens
             drawn.append(generations)
@@ -525,14 +534,12 @@ def profile_decoding(device: str) -> dict[str, Any]:
     sizes = SIZES[device]
     model = calibration.build_model(sizes.small, "fp32" if device == "cpu" else "bf16", device)
     prompt_tokens, rows, tokens = sizes.decode[0], sizes.rows[0], min(64, sizes.decode[1])
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, 512, (prompt_tokens,), generator=generator) for _ in range(-(-rows // 8))]
+    prompts = draw_prompts(rows, prompt_tokens, torch.Generator().manual_seed(0))
     activity = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
     report: dict[str, Any] = {"rows": rows}
     for kernels in ("off", "auto"):
         sampler = LocalSampler(model, frozenset({-1}), 0, kernels=kernels)
-        sampling = SamplingParams(max_tokens=tokens, decode_rows=rows)
-        requests = [Request(prompts[i // 8], (0, i), sampling, tokens) for i in range(rows)]
+        requests = make_requests(rows, prompts, tokens)
         asyncio.run(sampler.generate(requests))
         with profile(activities=[activity]) as profiled:
             asyncio.run(sampler.generate(requests))

@@ -179,7 +179,7 @@ def test_a_divergence_over_the_vocabulary_is_opsds_under_its_sampling() -> None:
     left = torch.rand(6, 30, generator=generator) < 0.3
     masked = logits.masked_fill(~left, -torch.inf)
     how = Divergence(0.5, over="vocabulary")
-    (value,) = compute_exact(masked, None, ["kl_ref"], 1.1, teacher, how, whole=logits)
+    (value,) = compute_exact(masked, None, ["kl_ref"], 1.1, teacher, how, unmasked=logits)
     expected = opsd_loss(logits, teacher, 1.1)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
     actual_gradient, gradient = (torch.autograd.grad(x.sum(), logits)[0] for x in (value, expected))

@@ -61,9 +61,9 @@ def read_shared_key(environment: Mapping[str, str]) -> bytes:
     """Return the key of processes on several machines. Raises ConfigError if there is none."""
     key = environment.get(KEY_VARIABLE, "")
     if len(key) < MIN_KEY_LETTERS:
-        said = f"has {len(key)} letters, and {MIN_KEY_LETTERS} are the fewest" if key else "is not set"
+        problem = f"has {len(key)} letters, and {MIN_KEY_LETTERS} are the fewest" if key else "is not set"
         raise ConfigError(
-            f"{KEY_VARIABLE} {said}: processes on several machines sign with it what they send each other, which is executed. Make "
+            f"{KEY_VARIABLE} {problem}: processes on several machines sign what they send each other, since it is executed. Make "
             f"one, and set the same on every machine before torchrun: export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
     return key.encode()
@@ -82,8 +82,8 @@ def read_local_key() -> bytes:
     """Return the key that `write_local_key` has left. Raises RunError if another user has left it."""
     path = _local_path()
     with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+        status = os.fstat(file.fileno())
+        if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o077):
             raise RunError(f"{path}, the key of this run's processes, belongs to another user, or can be read by one")
         return file.read()
 

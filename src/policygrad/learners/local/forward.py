@@ -265,6 +265,18 @@ def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
+def check_statistics(names: Sequence[str], has_old: bool, has_reference: bool) -> None:
+    """Raise ValueError for a statistic that is unknown, or whose other model is missing."""
+    if unknown := sorted({*names} - {"entropy", "kl_old", "kl_ref", "sum_pi_squared"}):
+        raise ValueError(
+            f"an evaluator computes logp, entropy, kl_old, kl_ref and sum_pi_squared, not {', '.join(unknown)}"
+        )
+    if "kl_old" in names and not has_old:
+        raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
+    if "kl_ref" in names and not has_reference:
+        raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
+
+
 def compute_exact(
     logits: Tensor,
     old: Tensor | None,
@@ -273,13 +285,13 @@ def compute_exact(
     reference: Tensor | None = None,
     divergence: Divergence = REVERSE_KL,
     top: TopTokens | None = None,
-    whole: Tensor | None = None,
+    unmasked: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), kl_ref,
     the `divergence` from π_ref, or from what `top` tells of it, and sum_pi_squared = Σ π², without graph.
 
     Args:
-        whole: Logits for kl_ref; None = the same.
+        unmasked: Logits for kl_ref, before tokens were masked; None = the same.
     """
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
@@ -289,7 +301,7 @@ def compute_exact(
         elif name == "sum_pi_squared":
             out.append((2 * logp.detach()).exp().sum(-1))
         elif name == "kl_ref":
-            compared = logp if whole is None else scale_logits(whole, temperature).log_softmax(-1)
+            compared = logp if unmasked is None else scale_logits(unmasked, temperature).log_softmax(-1)
             if top is not None:
                 out.append(divergence.compute_top(compared, top))
                 continue
@@ -396,14 +408,7 @@ class Evaluator:
             ValueError: An unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
-        if unknown := sorted(needs - {"entropy", "kl_old", "kl_ref", "sum_pi_squared"}):
-            raise ValueError(
-                f"an evaluator computes logp, entropy, kl_old, kl_ref and sum_pi_squared, not {', '.join(unknown)}"
-            )
-        if "kl_old" in names and old is None:
-            raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
-        if "kl_ref" in names and reference is None and part.reference_top is None:
-            raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
+        check_statistics(names, old is not None, reference is not None or part.reference_top is not None)
         part = self.share(part)
         read = part if part.reference is None else part.reference  # by π_ref
         pairs = (("kl_old", old, part), ("kl_ref", reference, read))
@@ -439,16 +444,16 @@ class Evaluator:
                     return logits if left is None or not len(places) else left.apply_(logits.clone(), int(places[0]))
 
                 all_logits = network.logits(states)
-                logits, is_whole = mask(all_logits), divergence.over == "vocabulary"
+                logits = mask(all_logits)
+                compares_all = part.sampling_mask is not None and divergence.over == "vocabulary"
                 with torch.no_grad():
                     fixed = [other.network.logits(x) for (other, _), x in zip(compared, others, strict=False)]
                     old = mask(fixed[0]) if "kl_old" in names else None
-                    reference = fixed[-1] if reads_reference else None
-                    reference = reference if reference is None or is_whole else mask(reference)
-                known = None if top is None else TopTokens(*others[-2:])
-                whole = None if part.sampling_mask is None or not is_whole else all_logits
+                    reference = (fixed[-1] if compares_all else mask(fixed[-1])) if reads_reference else None
+                likeliest = None if top is None else TopTokens(*others[-2:])
+                unmasked = all_logits if compares_all else None
                 logp = selected_logp(logits, tokens, temperature)
-                return logp, *compute_exact(logits, old, names, temperature, reference, divergence, known, whole)
+                return logp, *compute_exact(logits, old, names, temperature, reference, divergence, likeliest, unmasked)
 
             places = torch.arange(len(index), device=index.device)  # of the tokens in the sampling mask
             columns = (places, tokens, states.index_select(0, index), *compared_states)

@@ -40,6 +40,7 @@ def attend_once(
     count, value_width = sum(n for n, _ in splits), parts[0][1].shape[-1]
     partial = query.new_empty(count, rows, query_heads, value_width, dtype=torch.float32)
     largest, total = (query.new_empty(count, rows, query_heads, dtype=torch.float32) for _ in range(2))
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # which half precision does not read
     begin = 0
     for (keys, values, of_rows, first, last), (number, size) in zip(parts, splits, strict=True):
         texts, heads, columns, _ = keys.shape
@@ -71,7 +72,7 @@ def attend_once(
             BLOCK_ROWS=block,
             BLOCK_COLUMNS=_columns_at_a_time(query.dtype, max(width, value_width)),
             SPLIT=size,
-            EXACT=query.dtype == torch.float32,
+            PRECISION=precision,
         )
         begin += number
     out = query.new_empty(rows, query_heads, value_width)
@@ -173,7 +174,7 @@ def _attend_part(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
-    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Attend from some rows of one text, with all query heads of one head of keys, to `SPLIT` of the text's columns."""
     text, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -200,10 +201,7 @@ def _attend_part(
             mask=(column < end)[None] & (d < WIDTH)[:, None],
             other=0.0,
         )
-        if EXACT:  # noqa: SIM108  # a kernel's branch is chosen when it is compiled
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-        else:
-            scores = tl.dot(q, k) * scale
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
         sees = (column[None] >= low[:, None]) & (column[None] < high[:, None]) & (column < end)[None]
         scores = tl.where(sees, scores, float("-inf"))
         larger = tl.maximum(top, tl.max(scores, 1))
@@ -216,10 +214,7 @@ def _attend_part(
             mask=(column < end)[:, None] & (e < VALUE_WIDTH)[None],
             other=0.0,
         )
-        if EXACT:
-            out = out * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
-        else:
-            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = larger
     at += split.to(tl.int64) * rows * heads * EACH
     tl.store(largest + at, top, mask=exists)
