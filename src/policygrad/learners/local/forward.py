@@ -434,7 +434,6 @@ class Evaluator:
                 compared_states = [
                     other.states(pack).index_select(0, pack.predictor[pack.mask]) for other, pack in compared
                 ]
-
             top = part.reference_top if reference is None and "kl_ref" in names else None
             reads_reference = "kl_ref" in names and top is None
 
