@@ -292,7 +292,7 @@ class Reference(Part):
     The replacement follows the next rollout."""
     model: str | None = None
     """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model.
-    Its tokenizer must have the policy's vocabulary. A server of vLLM or SGLang has it at http://HOST:PORT/v1."""
+    Its tokenizer has the policy's vocabulary, unless `tokenizer` names another. A server of vLLM or SGLang has it at http://HOST:PORT/v1."""
     teachers: tuple[str, ...] = ()
     """Several such models, each as NAME=MODEL: math=runs/math code=http://HOST:PORT/v1.
     The column `teacher` of an example names the one that scores its completions (MOPD)."""
@@ -305,9 +305,18 @@ class Reference(Part):
     A completion for which there is none is not compared with π_ref. Empty: the policy's own prompt."""
     success_reward: float = setting(1.0, "a finite number")
     """Reward from which a completion can stand for {success}."""
+    tokenizer: str | None = None
+    """The tokenizer of `model` where it is not the policy's: a folder or hub id, usually the model's own.
+    Policy and teacher are then compared over the smallest spans of text that end with a token of both."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tokenizer is not None and (self.model is None or self.templates):
+            given = "templates" if self.templates else "teachers" if self.teachers else "no model"
+            raise ConfigError(
+                f"Reference.tokenizer={self.tokenizer!r} is that of one other model, which reads the policy's prompts, and "
+                f"Reference has {given}: set Reference.model alone (--teacher), or tokenizer=None"
+            )
         if self.teachers:
             check_teachers(self)
         if self.reset_optimizer and not self.refreshes:
@@ -403,6 +412,14 @@ class Reference(Part):
                     f"reference.{option}, but no part of {algorithm.name} uses a reference: use distill to learn from "
                     "it, add KLToReference() to stay near it, or unset it"
                 )
+        if self.tokenizer is not None:
+            for part in algorithm.parts():
+                if "logp_ref" in part.needs and not part.compares_spans:
+                    yield (
+                        f"{type(part).__name__} compares tokens one by one, and a teacher with a tokenizer of its own "
+                        "(Reference.tokenizer) scores spans of text: use TeacherLogRatio(), TeacherBonus() or KLInReward(), or a "
+                        "teacher with the policy's tokenizer and tokenizer=None"
+                    )
         if self.limited_model:
             yield from self._find_unknown_tokens([x.divergence for x in algorithm.terms if "kl_ref" in x.forward_needs])
 
@@ -502,7 +519,9 @@ class Reference(Part):
 
     @property
     def providers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of the prompts that it reads instead of the policy's, and of the teacher of each completion."""
+        """Of the prompts or tokens that it reads instead of the policy's, and of the teacher of each completion."""
+        if self.tokenizer is not None:
+            return ("policygrad.rollout.aligned_teachers:AlignedTexts",)
         prompts = ("policygrad.rollout.reference_prompts:ReferencePrompts",) if self.templates else ()
         return (*prompts, "policygrad.rollout.teachers:TeacherPositions") if self.teachers else prompts
 
