@@ -65,11 +65,15 @@ def test_a_run_learns_from_a_teacher_with_its_own_tokenizer(small: Run, tmp_path
     result = train(taught(small, tmp_path / "near", other, other), display=near)
     loaded = load_config(result.output / "run.toml", Run())
     assert loaded.algorithm.reference == pg.Reference(model=other, tokenizer=other)
-    assert not verify_run(result.output, loaded).failures
+    verification = verify_run(result.output, loaded)
+    assert not verification.failures
+    held = {finding.subject for finding in verification.findings if finding.status == "holds"}
+    assert held >= {"spans", "advantages", "gradient", "weights"}
     model = load_model(other)
     with serving(TeacherForm(model, tokenizer("gpt-2").hf, context_length=256)) as form:
         train(taught(small, tmp_path / "far", form.url, other), display=far)
         assert form.scored
+    assert not verify_run(tmp_path / "far", load_config(tmp_path / "far" / "run.toml", Run())).failures  # without the server
     for (_, a), (_, b) in zip(near.steps, far.steps, strict=True):
         assert a["teacher/kl"] > 0.1
         assert "kl" not in a
