@@ -195,12 +195,17 @@ def test_parts_that_compare_single_tokens_are_refused(algorithm: pg.Algorithm, s
 @pytest.mark.parametrize(
     ("options", "has"),
     [
-        ({}, "no model"),
         ({"teachers": ("a=x", "b=y")}, "teachers"),
         ({"model": "x", "templates": ("{answer} {prompt}",)}, "templates"),
     ],
-    ids=["no model", "teachers", "templates"],
+    ids=["teachers", "templates"],
 )
 def test_a_tokenizer_needs_one_other_model(options: dict[str, Any], has: str) -> None:
     with pytest.raises(pg.ConfigError, match=rf"Reference\.tokenizer='t'.* has {has}"):
         pg.Reference(tokenizer="t", **options)
+
+
+def test_a_run_needs_the_tokenizer_s_model() -> None:
+    """Told of a run alone: on the command line --teacher comes after the tokenizer."""
+    [says] = pg.Reference(tokenizer="t").find_run_conflicts(pg.DISTILL)
+    assert says.startswith("Reference.tokenizer='t' is that of another model, and Reference has none: set --teacher")

@@ -73,7 +73,9 @@ def test_a_run_learns_from_a_teacher_with_its_own_tokenizer(small: Run, tmp_path
     with serving(TeacherForm(model, tokenizer("gpt-2").hf, context_length=256)) as form:
         train(taught(small, tmp_path / "far", form.url, other), display=far)
         assert form.scored
-    assert not verify_run(tmp_path / "far", load_config(tmp_path / "far" / "run.toml", Run())).failures  # without the server
+    assert not verify_run(
+        tmp_path / "far", load_config(tmp_path / "far" / "run.toml", Run())
+    ).failures  # without the server
     for (_, a), (_, b) in zip(near.steps, far.steps, strict=True):
         assert a["teacher/kl"] > 0.1
         assert "kl" not in a

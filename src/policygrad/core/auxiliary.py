@@ -311,8 +311,8 @@ class Reference(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer is not None and (self.model is None or self.templates):
-            given = "templates" if self.templates else "teachers" if self.teachers else "no model"
+        if self.tokenizer is not None and (self.teachers or self.templates):
+            given = "templates" if self.templates else "teachers"
             raise ConfigError(
                 f"Reference.tokenizer={self.tokenizer!r} is that of one other model, which reads the policy's prompts, and "
                 f"Reference has {given}: set Reference.model alone (--teacher), or tokenizer=None"
@@ -422,6 +422,13 @@ class Reference(Part):
                     )
         if self.limited_model:
             yield from self._find_unknown_tokens([x.divergence for x in algorithm.terms if "kl_ref" in x.forward_needs])
+
+    def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.tokenizer is not None and self.model is None:
+            yield (
+                f"Reference.tokenizer={self.tokenizer!r} is that of another model, and Reference has none: set --teacher (from "
+                "Python Reference.model), or tokenizer=None"
+            )
 
     def _find_unknown_tokens(self, divergences: Sequence[Divergence]) -> Iterator[str]:
         """Yield what an exact divergence needs of `limited_model` that it does not tell."""

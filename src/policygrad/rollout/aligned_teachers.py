@@ -18,7 +18,7 @@ from policygrad.core.metrics import Mean, Metrics, Sum
 from policygrad.errors import ConfigError
 from policygrad.models.chat.control_tokens import list_special_tokens
 from policygrad.models.chat.rendering import render_ids
-from policygrad.models.loading import resolve_model
+from policygrad.models.loading import load_error, resolve_model
 from policygrad.models.token_offsets import find_offsets
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout.providers import Collected, FieldProvider, ProviderContext, Stage
@@ -147,7 +147,7 @@ def align_texts(own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: in
     """
     body = ids if end is None else ids[:-1]
     text = own.decode(body)
-    tokens = list[int](theirs.hf(text, add_special_tokens=False)["input_ids"]) if text else []
+    tokens = list[int](theirs.hf(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
     read = theirs.decode(tokens)
     same = _count_equal(text, read)
     rest = _count_equal(text[same:][::-1], read[same:][::-1])
@@ -244,8 +244,13 @@ def _load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoConfig, PretrainedConfig
 
     path = Path(resolve_model(name))
-    has_config = not path.is_dir() or (path / "config.json").is_file()
-    return load_tokenizer(name, _Described(AutoConfig.from_pretrained(str(path)) if has_config else PretrainedConfig()))
+    config = PretrainedConfig()
+    if not path.is_dir() or (path / "config.json").is_file():
+        try:
+            config = AutoConfig.from_pretrained(str(path))
+        except Exception as error:  # the class depends on what is wrong with it
+            raise load_error(f"the configuration of {name!r}", error, "config.json", str(path)) from error
+    return load_tokenizer(name, _Described(config))
 
 
 class _Described(nn.Module):
