@@ -51,6 +51,19 @@ def test_spans_of_bpe_and_unigram_by_hand() -> None:
     assert aligned.places == (2, 2, 4, 6)
 
 
+def test_spans_that_end_with_a_word() -> None:
+    """hello | world; and what a teacher cuts differently before a 9 than before an 8 is in one span with it."""
+    aligned = align_texts(TokenTexts(WORDS), TokenTexts(PIECES), encode(WORDS, "hello world"), None, "words")
+    assert aligned.spans == (2, 2, 2, 6, 6, 6, 6)
+    assert aligned.places == (2, 2, 6, 6)
+    own, teacher = byte_level(), byte_level("Ġ =", "Ġ= Ġ", "Ġ=Ġ 8")
+    for digit, smallest in (("8", (0, 4, 4, 4, 4)), ("9", (0, 3, 3, 3, 4))):
+        ids = encode(own, f"a = {digit}")
+        assert align(own, teacher, ids).spans == smallest
+        words = align_texts(TokenTexts(own), TokenTexts(teacher), ids, None, "words")
+        assert words.spans == (0, 4, 4, 4, 4)
+
+
 def test_the_other_way_round() -> None:
     aligned = align(PIECES, WORDS, encode(PIECES, "hello world"))
     assert aligned.spans == (1, 1, 2, 3)

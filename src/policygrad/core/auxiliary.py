@@ -308,6 +308,8 @@ class Reference(Part):
     tokenizer: str | None = None
     """The tokenizer of `model` where it is not the policy's: a folder or hub id, usually the model's own.
     Policy and teacher are then compared over the smallest spans of text that end with a token of both."""
+    cut: Literal["tokens", "words"] = choice(tokens="where tokens of both end", words="only where a word ends too")
+    """tokens: spans end where a token of both models ends; words: only where a word or digit ends too, with `tokenizer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -368,12 +370,14 @@ class Reference(Part):
             )
 
     def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        alone = "Reference.tokenizer names no other tokenizer, so that tokens are compared. Name it, or leave this out"
+        idle = {} if self.tokenizer is not None else {"cut": alone}
         if any(SUCCESS in template_names(template) for template in self.templates):
-            return {}
+            return idle
         reason = (
             "no template of the reference has {success}. Add it to --algorithm.reference.templates, or leave this out"
         )
-        return {"success_reward": reason}
+        return {**idle, "success_reward": reason}
 
     def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
         steps = length.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -27,6 +28,7 @@ from policygrad.rollout.trajectory import EpisodeGroup
 from policygrad.samplers.base import SamplingParams
 from policygrad.utils.message_parts import list_pictures
 
+_WORD = re.compile(r" ?[^\W\d_]+| ?\d| ?[^\w\s]+|_+|\s+")  # letters, a digit, or signs, with the blank before them
 _REPLACED = "\N{REPLACEMENT CHARACTER}"  # what invalid bytes decode to
 
 
@@ -44,12 +46,12 @@ class AlignedTexts(FieldProvider):
     def provide(self, collected: Collected, context: ProviderContext) -> Collected:
         assert self.part.tokenizer is not None
         teacher = load_reference_tokenizer(self.part.tokenizer, context.sampling)
-        batch, metrics = add_aligned_texts(collected.batch, collected.groups, context.tokenizer, teacher)
+        batch, metrics = add_aligned_texts(collected.batch, collected.groups, context.tokenizer, teacher, self.part.cut)
         return collected.with_result(batch, ScoringResult(metrics))
 
 
 def add_aligned_texts(
-    batch: Batch, groups: Sequence[EpisodeGroup], policy: Tokenizer, teacher: Tokenizer
+    batch: Batch, groups: Sequence[EpisodeGroup], policy: Tokenizer, teacher: Tokenizer, cut: str = "tokens"
 ) -> tuple[Batch, Metrics]:
     """Fill what the teacher reads of single-turn completions, and their spans.
 
@@ -71,7 +73,7 @@ def add_aligned_texts(
             ids = tuple(trajectory.tokens.tolist())
             if (is_chat, ids) not in known:
                 end = ends(ids[-1], is_chat) if ids and ids[-1] in policy.end_ids else None
-                known[is_chat, ids] = align_texts(own, theirs, ids, end)
+                known[is_chat, ids] = align_texts(own, theirs, ids, end, cut)
             text = known[is_chat, ids]
             limit = teacher.context_length
             is_too_long = limit is not None and len(prompt) + len(text.tokens) > limit
@@ -136,7 +138,9 @@ class TokenTexts:
         return (*find_offsets(self.decode, ids)[1:], len(text)) if ids else ()
 
 
-def align_texts(own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: int | None) -> AlignedText:
+def align_texts(
+    own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: int | None, cut: str = "tokens"
+) -> AlignedText:
     """Encode the text of a completion with the teacher's tokenizer, and find the smallest spans that end with a token of both.
 
     A span with invalid bytes or a control token is none, and neither is what the teacher's tokenizer writes in other characters.
@@ -144,6 +148,7 @@ def align_texts(own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: in
     Args:
         ids: The policy's tokens.
         end: The teacher's end token if the last of them ends the completion: the two are a span.
+        cut: `Reference.cut`; in words, how the teacher cuts a text does not depend on the next one.
     """
     body = ids if end is None else ids[:-1]
     text = own.decode(body)
@@ -157,7 +162,10 @@ def align_texts(own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: in
     ]
     spans, places = [-1] * len(ids), [-1] * len(tokens)
     at, first, their_first = 0, 0, 0
+    word_ends = {match.end() for match in _WORD.finditer(text)} if cut == "words" else set(our_ends)
     for i, j in find_shared_ends(our_ends, their_ends):
+        if our_ends[i] not in word_ends:
+            continue
         said, our_ids, their_ids = text[at : our_ends[i]], body[first : i + 1], tokens[their_first : j + 1]
         is_plain = own.special_ids.isdisjoint(our_ids) and theirs.special_ids.isdisjoint(their_ids)
         is_same = text == read or not at <= same < our_ends[i]

@@ -378,12 +378,16 @@ def check_reference_prompts(record: StepRecord, reference: Reference, encoder: T
     )
 
 
-def check_aligned_texts(record: StepRecord, name: str, sampling: SamplingParams, policy: Tokenizer) -> Finding:
-    """Align the recorded completions again with the tokens of a teacher whose tokenizer is called `name`."""
+def check_aligned_texts(
+    record: StepRecord, reference: Reference, sampling: SamplingParams, policy: Tokenizer
+) -> Finding:
+    """Align the recorded completions again with the tokens of a teacher with a tokenizer of its own."""
     from policygrad.rollout.aligned_teachers import add_aligned_texts, load_reference_tokenizer
 
     batch, step, subject = record.batch, record.step, "spans"
-    expected, _ = add_aligned_texts(batch, record.rollout.groups, policy, load_reference_tokenizer(name, sampling))
+    assert reference.tokenizer is not None
+    teacher = load_reference_tokenizer(reference.tokenizer, sampling)
+    expected, _ = add_aligned_texts(batch, record.rollout.groups, policy, teacher, reference.cut)
     assert expected.reference_spans is not None
     if batch.reference_spans is None:
         return differs(subject, "they were not filled, and Reference.tokenizer asks for them", step)

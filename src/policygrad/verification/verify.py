@@ -163,9 +163,7 @@ class _Verifier:
             yield check_reference_prompts(record, algorithm.reference, self.replayer.resources.tokenizer)
         if algorithm.reference is not None and algorithm.reference.tokenizer is not None:
             sampling = self.replayer.config.sampling
-            yield check_aligned_texts(
-                record, algorithm.reference.tokenizer, sampling, self.replayer.resources.tokenizer
-            )
+            yield check_aligned_texts(record, algorithm.reference, sampling, self.replayer.resources.tokenizer)
         replayer, rollout = self.replayer, record.rollout
         result = StepResult(step, algorithm, rollout, record.batch, record.psi, {})
         rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)
