@@ -66,7 +66,7 @@ class TeacherBonus(TeacherLogRatio):
         log_ratio, _ = self._log_ratio(batch, batch.require("logp_old", self))
         if self.clip is not None:
             log_ratio = log_ratio.clamp(-self.clip, self.clip)
-        return psi + self.coefficient * masked.discounted_reverse_cumsum(log_ratio, batch.mask, self.discount)
+        return psi + self.coefficient * self._sum_to_go(log_ratio, batch)
 
     def explain(self, before: Explanation, rewards: object) -> Explanation | None:
         return None

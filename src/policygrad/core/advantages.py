@@ -888,8 +888,12 @@ class TeacherLogRatio(Advantage):
 
     π_T is the reference, a teacher, at the sampling temperature. With discount 0, E Ψ_t ∇log π is −∇KL(π_θ‖π_T) in each visited
     state, for fixed visits (`ExactKLToReference` computes it over the full vocabulary). With discount 1 it is that of full
-    completions. Rewards are not read. Source: Lu & Thinking Machines Lab 2025 (on-policy distillation), "Loss
-    function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for full completions.
+    completions. Rewards are not read.
+
+    With a teacher of another tokenizer (`Reference.tokenizer`) s are spans of text, and all tokens of a span have its
+    log π_T(span) − log π_old(span): with discount 0, −∇KL between the models' distributions of the next span.
+    Source: Lu & Thinking Machines Lab 2025 (on-policy distillation), "Loss function: reverse KL"; Gu et al. 2024 (MiniLLM), sec.
+    2.2, for full completions; Niu et al. 2026, arXiv:2606.09456, for spans, whose log-ratio the authors divide among the tokens.
     """
 
     coefficient: float = setting(1.0, "at least 0")
@@ -899,6 +903,7 @@ class TeacherLogRatio(Advantage):
     starts_chain: ClassVar[bool] = True
     gives: ClassVar[Stage | None] = "tokens"
     reads_reward: ClassVar[bool] = False
+    compares_spans: ClassVar[bool] = True
     multipliers: ClassVar[tuple[str, ...]] = ("coefficient",)
 
     def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
@@ -930,15 +935,20 @@ class TeacherLogRatio(Advantage):
 
     def _log_ratio(self, batch: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
         """Return log(π_T/π_old) [B, T], and the tokens [B, T] bool that the teacher has read."""
-        read = batch.mask if batch.has_reference is None else batch.mask & batch.has_reference[:, None]
-        teacher = batch.require("logp_ref", self)
-        return (masked.apply_mask(teacher, read) - masked.apply_mask(old, read)).to(batch.reward.dtype), read
+        log_ratio, read = batch.compare_with_reference(old, self)
+        return log_ratio.to(batch.reward.dtype), read
+
+    def _sum_to_go(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """Return Σ_{s≥t} discount^{s−t}·log_ratio_s [B, T]; where spans are compared, s are spans and t is the token's."""
+        if batch.reference_spans is None:
+            return masked.discounted_reverse_cumsum(log_ratio, batch.mask, self.discount)
+        return masked.discounted_over_spans(log_ratio, batch.mask, batch.reference_spans, self.discount)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         if not self.coefficient:
             return torch.zeros_like(psi)
         log_ratio, _ = self._log_ratio(batch, batch.require("logp_old", self))
-        return self.coefficient * masked.discounted_reverse_cumsum(log_ratio, batch.mask, self.discount)
+        return self.coefficient * self._sum_to_go(log_ratio, batch)
 
     def report(self, batch: Batch) -> Metrics:
         """teacher/kl: KL(π_old‖π_T) in nats per token, from the samples; without π_old, of the sampler's policy."""

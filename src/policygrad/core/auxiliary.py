@@ -292,7 +292,7 @@ class Reference(Part):
     The replacement follows the next rollout."""
     model: str | None = None
     """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model.
-    Its tokenizer must have the policy's vocabulary. A server of vLLM or SGLang has it at http://HOST:PORT/v1."""
+    Its tokenizer has the policy's vocabulary, unless `tokenizer` names another. A server of vLLM or SGLang has it at http://HOST:PORT/v1."""
     teachers: tuple[str, ...] = ()
     """Several such models, each as NAME=MODEL: math=runs/math code=http://HOST:PORT/v1.
     The column `teacher` of an example names the one that scores its completions (MOPD)."""
@@ -305,9 +305,20 @@ class Reference(Part):
     A completion for which there is none is not compared with π_ref. Empty: the policy's own prompt."""
     success_reward: float = setting(1.0, "a finite number")
     """Reward from which a completion can stand for {success}."""
+    tokenizer: str | None = None
+    """The tokenizer of `model` where it is not the policy's: a folder or hub id, usually the model's own.
+    Policy and teacher are then compared over the smallest spans of text that end with a token of both."""
+    cut: Literal["tokens", "words"] = choice(tokens="where tokens of both end", words="only where a word ends too")
+    """tokens: spans end where a token of both models ends; words: only where a word or digit ends too, with `tokenizer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tokenizer is not None and (self.teachers or self.templates):
+            given = "templates" if self.templates else "teachers"
+            raise ConfigError(
+                f"Reference.tokenizer={self.tokenizer!r} is that of one other model, which reads the policy's prompts, and "
+                f"Reference has {given}: set Reference.model alone (--teacher), or tokenizer=None"
+            )
         if self.teachers:
             check_teachers(self)
         if self.reset_optimizer and not self.refreshes:
@@ -359,12 +370,14 @@ class Reference(Part):
             )
 
     def find_idle_settings(self, algorithm: Algorithm) -> Mapping[str, str]:
+        alone = "Reference.tokenizer names no other tokenizer, so that tokens are compared. Name it, or leave this out"
+        idle = {} if self.tokenizer is not None else {"cut": alone}
         if any(SUCCESS in template_names(template) for template in self.templates):
-            return {}
+            return idle
         reason = (
             "no template of the reference has {success}. Add it to --algorithm.reference.templates, or leave this out"
         )
-        return {"success_reward": reason}
+        return {**idle, "success_reward": reason}
 
     def find_idle_schedules(self, length: RunLength) -> Iterator[str]:
         steps = length.steps
@@ -403,8 +416,23 @@ class Reference(Part):
                     f"reference.{option}, but no part of {algorithm.name} uses a reference: use distill to learn from "
                     "it, add KLToReference() to stay near it, or unset it"
                 )
+        if self.tokenizer is not None:
+            for part in algorithm.parts():
+                if "logp_ref" in part.needs and not part.compares_spans:
+                    yield (
+                        f"{type(part).__name__} compares tokens one by one, and a teacher with a tokenizer of its own "
+                        "(Reference.tokenizer) scores spans of text: use TeacherLogRatio(), TeacherBonus() or KLInReward(), or a "
+                        "teacher with the policy's tokenizer and tokenizer=None"
+                    )
         if self.limited_model:
             yield from self._find_unknown_tokens([x.divergence for x in algorithm.terms if "kl_ref" in x.forward_needs])
+
+    def find_run_conflicts(self, algorithm: Algorithm) -> Iterator[str]:
+        if self.tokenizer is not None and self.model is None:
+            yield (
+                f"Reference.tokenizer={self.tokenizer!r} is that of another model, and Reference has none: set --teacher (from "
+                "Python Reference.model), or tokenizer=None"
+            )
 
     def _find_unknown_tokens(self, divergences: Sequence[Divergence]) -> Iterator[str]:
         """Yield what an exact divergence needs of `limited_model` that it does not tell."""
@@ -502,7 +530,9 @@ class Reference(Part):
 
     @property
     def providers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of the prompts that it reads instead of the policy's, and of the teacher of each completion."""
+        """Of the prompts or tokens that it reads instead of the policy's, and of the teacher of each completion."""
+        if self.tokenizer is not None:
+            return ("policygrad.rollout.aligned_teachers:AlignedTexts",)
         prompts = ("policygrad.rollout.reference_prompts:ReferencePrompts",) if self.templates else ()
         return (*prompts, "policygrad.rollout.teachers:TeacherPositions") if self.teachers else prompts
 

@@ -55,6 +55,8 @@ class Part:
     its module:class, which is imported when it is needed."""
     uses_group_statistics: ClassVar[bool] = False
     """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
+    compares_spans: ClassVar[bool] = False
+    """True if the part compares the policy with a π_ref of another tokenizer (`Batch.reference_spans`)."""
     multipliers: ClassVar[tuple[str, ...]] = ()
     """Settings that multiply all that the part adds to the objective: where all are 0 or None, no other acts."""
     length: int | None = 0

@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policygrad.core import masked
 from policygrad.core.media import TextMedia, shift_media
 from policygrad.core.precision import move
 from policygrad.errors import ConfigError
 
 _SHAPES = {
     "[B, T]": "mask tokens positions logp_old logp_ref logp_sampler logp_learner values returns token_reward step_end "
-    "implicit_reward weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts",
+    "implicit_reward weight version entropy sum_pi_squared turn_state selected observation sampling_mask_counts "
+    "reference_spans",
     "[B]": "group reward outcome bootstrap truncated in_statistics grad_logp_sq_norm example_id level levels baseline "
     "demonstration role peers teacher has_reference",
 }
@@ -26,7 +28,11 @@ _DTYPES = (
         torch.bool,
         "bool() converts 0/1",
     ),
-    ("positions version turn_state example_id level levels role peers teacher", torch.int64, "long() converts it"),
+    (
+        "positions version turn_state example_id level levels role peers teacher reference_spans",
+        torch.int64,
+        "long() converts it",
+    ),
 )
 
 
@@ -199,6 +205,14 @@ class Batch(_Tensors):
     """[B, T, k] nats; `TopTokens.logp`, with `top_ids_ref`."""
     reference_prompts: tuple[Tensor, ...] = ()
     """Token ids of the prompt after which π_ref reads each completion; () = the policy's own prompt."""
+    reference_tokens: tuple[Tensor, ...] = ()
+    """[U] int64; token ids of each completion's text in the tokens of π_ref (`Reference.tokenizer`); () = the policy's are its own.
+    π_ref and the policy are then compared over spans of text, and `logp_ref` of a span stands at its last token."""
+    reference_places: tuple[Tensor, ...] = ()
+    """[U] int64; where in the completion the span of each of the `reference_tokens` ends; -1 = it is in no span."""
+    reference_spans: Tensor | None = None
+    """[B, T] int64; the last token of each token's span, by its place in the completion; -1 = it is in no span. None: every token
+    is one."""
     routed_experts: Tensor | None = None
     """[B, T, layers, k] integers; experts that a mixture-of-experts sampler routed each token to, -1 where not recorded."""
     prompt_routed_experts: tuple[Tensor, ...] = ()
@@ -270,6 +284,11 @@ class Batch(_Tensors):
                 f"Batch.reference_prompts has {len(self.reference_prompts)} entries, expected one for each of the "
                 f"{len(self.mask)} completions"
             )
+        if any(len(x) != len(self.reference_prompts) for x in (self.reference_tokens, self.reference_places) if x):
+            raise ConfigError(
+                "Batch.reference_tokens and reference_places need one entry for each completion, as in reference_prompts: fill all "
+                "three"
+            )
         if self.rewards is not None:
             num_names, num_weights = len(self.reward_names), len(self.reward_weights)
             if self.rewards.shape != (len(self.mask), num_names) or num_weights != num_names:
@@ -318,7 +337,13 @@ class Batch(_Tensors):
     def select(self, rows: Tensor) -> Batch:
         """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
-        for name in ("sampling_mask_ids", "completion_media", "reference_prompts"):
+        for name in (
+            "sampling_mask_ids",
+            "completion_media",
+            "reference_prompts",
+            "reference_tokens",
+            "reference_places",
+        ):
             if values := getattr(self, name):
                 chosen[name] = tuple(values[i] for i in torch.arange(len(self.mask))[rows].tolist())
         return replace(self, **chosen)
@@ -334,6 +359,8 @@ class Batch(_Tensors):
             "prompt_routed_experts",
             "sampling_mask_ids",
             "reference_prompts",
+            "reference_tokens",
+            "reference_places",
         ):
             texts[name] = ()
         return replace(self, **texts)
@@ -347,6 +374,16 @@ class Batch(_Tensors):
                 "Batch.positions counts tokens after the policy's prompt, and π_ref reads another (Batch.reference_prompts): a "
                 "conversation that was rewritten on the way has no such text; set Reference.templates=()"
             )
+        if self.reference_tokens:
+            tokens, places = _pad(self.reference_tokens, 0), _pad(self.reference_places, -1)
+            mask = (places >= 0) & self.mask.any(1, keepdim=True)
+            return Batch(
+                mask=mask,
+                group=torch.arange(len(mask)),
+                reward=self.reward,
+                tokens=tokens,
+                prompts=self.reference_prompts,
+            )
         return replace(
             self,
             prompts=self.reference_prompts,
@@ -355,6 +392,27 @@ class Batch(_Tensors):
             routed_experts=None,
             prompt_routed_experts=(),
         )
+
+    def fold_reference(self, logp: Tensor) -> Tensor:
+        """Return what π_ref says of `as_reference_reads` [B, U] as `logp_ref` [B, T]: where its tokens are its own, a span's sum
+        stands at the span's last token."""
+        if not self.reference_tokens:
+            return logp
+        places = _pad(self.reference_places, -1)
+        folded = torch.zeros(self.mask.shape, dtype=logp.dtype)
+        return folded.scatter_add(1, places.clamp(min=0), masked.apply_mask(logp, places >= 0))
+
+    def compare_with_reference(self, logp: Tensor, part: object) -> tuple[Tensor, Tensor]:
+        """Return log(π_ref/π) [B, T] for log π [B, T], and the tokens [B, T] bool that π_ref has read; 0 where it has not. Where
+        spans are compared, the ratio of a span stands at its last token.
+
+        part: What compares them, for the message if `logp_ref` is None.
+        """
+        read = self.mask if self.has_reference is None else self.mask & self.has_reference[:, None]
+        if self.reference_spans is not None:
+            read = read & (self.reference_spans >= 0)
+        ratio = masked.apply_mask(self.require("logp_ref", part), read) - masked.apply_mask(logp, read)
+        return (ratio if self.reference_spans is None else masked.sum_spans(ratio, self.reference_spans)), read
 
     @property
     def has_media(self) -> bool:
@@ -387,9 +445,16 @@ class Batch(_Tensors):
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
         prompts = None if self.prompts is None else tuple(row.to(device) for row in self.prompts)
-        read = tuple(row.to(device) for row in self.reference_prompts)
         moved: dict[str, Any] = {name: move(value, device) for name, value in self.tensors().items()}
-        return replace(self, prompts=prompts, reference_prompts=read, **moved)
+        for name in ("reference_prompts", "reference_tokens", "reference_places"):
+            moved[name] = tuple(row.to(device) for row in getattr(self, name))
+        return replace(self, prompts=prompts, **moved)
+
+
+def _pad(rows: Sequence[Tensor], value: int) -> Tensor:
+    """Return rows of different lengths as one tensor, at least one wide, filled up with `value`."""
+    longest = max(1, *map(len, rows))
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - len(row)), value=value) for row in rows])
 
 
 @dataclass(frozen=True, eq=False)

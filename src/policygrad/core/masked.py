@@ -38,6 +38,24 @@ def reverse_recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
     return apply_mask(torch.stack(columns[::-1], 1), mask) if columns else x
 
 
+def sum_spans(x: Tensor, ends: Tensor) -> Tensor:
+    """Sum x over each span, [B, T]: the sum stands at the span's last token, and 0 elsewhere.
+
+    ends: [B, T] int64; where the span of each token ends, its last token included; -1 for a token in no span.
+    """
+    return torch.zeros_like(x).scatter_add(1, ends.clamp(min=0), apply_mask(x, ends >= 0))
+
+
+def discounted_over_spans(x: Tensor, mask: Tensor, ends: Tensor, rate: float) -> Tensor:
+    """Compute `discounted_reverse_cumsum` with spans as steps, the same number at every token of a span.
+
+    x stands at the spans' last tokens (`sum_spans`); a token in no span is a step of its own.
+    """
+    places = torch.arange(x.shape[1], device=x.device)
+    ends = torch.where(ends < 0, places, ends)
+    return apply_mask(discounted_reverse_cumsum(x, mask & (ends == places), rate).gather(1, ends), mask)
+
+
 def first_valid(x: Tensor, mask: Tensor) -> Tensor:
     """Return each row's value at its first True position, [B, T] -> [B]; 0 for a row without one."""
     if x.shape[1] == 0:

@@ -261,7 +261,7 @@ def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorith
             metrics[f"clip_ratio/{name}"] = masked_mean(widen(tokens), mask)
     if algorithm.reads_observations and bool((observed := batch.observed_tokens).any()):
         metrics["observation/nll"] = masked_mean(-masked.apply_mask(out.logp.detach(), observed), observed)
-    if batch.logp_ref is not None:
+    if batch.logp_ref is not None and batch.reference_spans is None:
         u = logp - masked.apply_mask(batch.logp_ref, mask)
         # Without r, a token whose probability has collapsed would count about e^9.
         r = bounded_exp(log_ratio(out.logp, batch.logp_old, mask))

@@ -28,7 +28,8 @@ class KLInReward(AdaptiveBeta, Shaping):
     """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time: its gradient is that of the sequence KL.
 
     level='token' subtracts each token's penalty at that token, so that a token is charged for the KL to go. level='sequence' is
-    R −= β Σ_t u_t: every token is charged for the completion's full KL. The expected gradients are equal.
+    R −= β Σ_t u_t: every token is charged for the completion's full KL. The expected gradients are equal. With a teacher of another
+    tokenizer the penalty of a span of text is subtracted at its last token, and unaligned tokens cost nothing.
 
     Source: token: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2. sequence: Ahmadian et al. 2024 (RLOO), sec. 2.
 
@@ -48,6 +49,7 @@ class KLInReward(AdaptiveBeta, Shaping):
     )
     """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
+    compares_spans: ClassVar[bool] = True
     multipliers: ClassVar[tuple[str, ...]] = ("beta",)
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class KLInReward(AdaptiveBeta, Shaping):
         return at.format(f"{self.beta:g}") + self.describe_target()
 
     def _u(self, batch: Batch) -> Tensor:
-        return batch.require("logp_old", self) - batch.require("logp_ref", self)
+        return -batch.compare_with_reference(batch.require("logp_old", self), self)[0]
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the mean of u over the rollout's sampled tokens."""

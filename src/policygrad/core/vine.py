@@ -74,8 +74,9 @@ class Vine(Advantage):
                 yield f"Vine trains on single tokens, and {type(part).__name__} reads full completions: set {field}=()"
         for field in sorted(algorithm.all_needs & _COMPLETION_LEVEL):
             yield f"a part reads Batch.{field} of full completions, and Vine trains on single tokens within completions: remove it"
-        if algorithm.reference is not None and algorithm.reference.templates:
-            yield "Vine trains on single tokens, and Reference.templates are for full completions: set templates=()"
+        for name, empty in (("templates", "()"), ("tokenizer", "None")):
+            if getattr(algorithm.reference, name, None):
+                yield f"Vine trains on single tokens, and Reference.{name} is for full completions: set {name}={empty}"
 
     def find_sampling_conflicts(self, samples_per_prompt: int, temperature: float) -> Iterator[str]:
         if temperature == 0:

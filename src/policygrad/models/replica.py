@@ -332,7 +332,7 @@ def load_reference(
 
     Args:
         name: A folder, a hub id, a run's folder, or `tiny`.
-        policy: The policy's tokenizer.
+        policy: The tokenizer whose ids it reads: the policy's, or that of `Reference.tokenizer`.
 
     Raises:
         ModelError: No such model; or its vocabulary differs from the policy's, or exceeds its embeddings.
@@ -344,8 +344,8 @@ def load_reference(
         token = odd[0][0]
         count, ids = len({t for t, _ in odd}), [vocabulary.get(token, "no token") for vocabulary in (ours, theirs)]
         raise ModelError(
-            f"the reference {name!r} reads the policy's token ids, but its vocabulary differs in {count} tokens: {token!r}, for "
-            f"example, is {ids[0]} in the policy's and {ids[1]} in its own. Use a model with the policy's tokenizer, for "
-            "example of the same family"
+            f"the reference {name!r} reads the token ids of {policy.name!r}, but its vocabulary differs in {count} tokens: "
+            f"{token!r}, for example, is {ids[0]} there and {ids[1]} in its own. Use a model with that tokenizer, for example of "
+            f"the same family, or compare spans of text: --algorithm.reference.tokenizer {name}"
         )
     return model

@@ -28,7 +28,10 @@ class Completion:
     old: list[float]
     """log π_old; log π_θ where the batch has none."""
     ref: list[float]
-    """log π_ref."""
+    """log π_ref. Where spans of text are compared, log π_old(token) + log π_ref(span) − log π_old(span) at a span's last token, and
+    log π_old at the others."""
+    span: list[int]
+    """Index of the last token of each token's span; its own where tokens are compared, or where it is in no span."""
     sampler: list[float]
     """log μ."""
     position: list[int]
@@ -108,12 +111,24 @@ def read_batch(batch: Batch, logp: Tensor, distributions: tuple[Tensor, Tensor] 
             return [rows[name][i][t] for t in where] if name in rows else []
 
         tokens_logp = [next(policy) for _ in where]
+        old = tokens("logp_old") or [float(x.detach()) for x in tokens_logp]
+        ref, span = tokens("logp_ref"), list(range(len(where)))
+        if "reference_spans" in rows:
+            ends = [int(end) for end in tokens("reference_spans")]
+            members = {end: [t for t, other in enumerate(ends) if other == end] for end in set(ends) - {-1}}
+            told, ref = ref, list(old)
+            for end, inside in members.items():
+                last = where.index(end)
+                ref[last] += math.fsum(told[t] for t in inside) - math.fsum(old[t] for t in inside)
+                for t in inside:
+                    span[t] = last
         ours, theirs = (None, None) if distributions is None else (x[i].double().cpu() for x in distributions)
         completion = Completion(
             reward=rows["reward"][i],
             logp=tokens_logp,
-            old=tokens("logp_old") or [float(x.detach()) for x in tokens_logp],
-            ref=tokens("logp_ref"),
+            old=old,
+            ref=ref,
+            span=span,
             sampler=tokens("logp_sampler"),
             position=where,
             weight=tokens("weight") or [1.0] * len(where),

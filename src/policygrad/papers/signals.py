@@ -148,11 +148,15 @@ def chord(prompts: Prompts, max_tokens: int, mu: float = 0.1, phi: bool = True) 
 
 
 def distill(prompts: Prompts, max_tokens: int, discount: float = 0.0, coefficient: float = 1.0) -> Tensor:
-    """1/Σ|o| Σ r Â, Â_t = −Σ_{s ≥ t} discount^{s−t} (log π_old − log π_teacher)_s. Lu & Thinking Machines Lab 2025."""
+    """1/Σ|o| Σ r Â, Â_t = −Σ_{s ≥ t} discount^{s−t} (log π_old − log π_teacher)_s. Lu & Thinking Machines Lab 2025.
+
+    s are tokens, or spans of text for a teacher of another tokenizer, where t is the span of the token.
+    """
     J = total([])
     for o in completions(prompts):
-        reverse_kl = to_go([old - ref for old, ref in zip(o.old, o.ref, strict=True)], discount)
-        J = J + total(o.r(t) * (-coefficient * reverse_kl[t]) for t in range(len(o)))
+        ends = sorted(set(o.span))
+        reverse_kl = to_go([o.old[end] - o.ref[end] for end in ends], discount)
+        J = J + total(o.r(t) * (-coefficient * reverse_kl[ends.index(o.span[t])]) for t in range(len(o)))
     return J / count_tokens(prompts)
 
 

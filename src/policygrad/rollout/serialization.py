@@ -20,7 +20,10 @@ from policygrad.tasks.base import Example
 LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
 """First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
 # batch fields that are tuples of tensors
-RAGGED_FIELDS = ("prompts", "reference_prompts", "prompt_routed_experts", "sampling_mask_ids")
+RAGGED_FIELDS = (
+    *("prompts", "reference_prompts", "reference_tokens", "reference_places"),
+    *("prompt_routed_experts", "sampling_mask_ids"),
+)
 MEDIA_PREFIX = "media/"
 MEDIA_FIELDS = ("prompt_media", "completion_media")  # batch fields with the pictures of texts
 PackedState = tuple[dict[str, Tensor], dict[str, Any]]  # (tensors by name, plain values)

@@ -75,15 +75,15 @@ class ServedTeachers(FieldProvider):
                 "a text has pictures, and a teacher behind a server is sent token ids alone: name a teacher in a folder, which the "
                 "learner evaluates"
             )
-        started = time.perf_counter()
-        logp = torch.zeros(batch.mask.shape)
-        top_logp = torch.zeros(*batch.mask.shape, self.top_k)
+        started, read = time.perf_counter(), batch.as_reference_reads()
+        logp = torch.zeros(read.mask.shape)
+        top_logp = torch.zeros(*read.mask.shape, self.top_k)
         ids = torch.zeros_like(top_logp, dtype=torch.int32)
         requests = dict[tuple[int, tuple[int, ...], int], list[tuple[int, list[int]]]]()  # to the places of its results
-        for row in batch.mask.any(1).nonzero()[:, 0].tolist():
+        for row in read.mask.any(1).nonzero()[:, 0].tolist():
             teacher = 0 if batch.teacher is None else int(batch.teacher[row])
             if teacher in self.servers:
-                for text in split_texts(batch, row):
+                for text in split_texts(read, row):
                     requests.setdefault((teacher, tuple(text.ids), text.start), []).append((row, text.places))
 
         async def score_all() -> list[TokenScores]:
@@ -99,7 +99,7 @@ class ServedTeachers(FieldProvider):
             "time/teacher": Sum(time.perf_counter() - started),
             "teacher/retries": Sum(float(retries)),
         }
-        batch = replace(batch, logp_ref=logp.masked_fill(~batch.mask, 0.0))
+        batch = replace(batch, logp_ref=batch.fold_reference(logp.masked_fill(~read.mask, 0.0)))
         return (replace(batch, top_ids_ref=ids, top_logp_ref=top_logp) if self.top_k else batch), metrics
 
 

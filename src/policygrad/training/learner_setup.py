@@ -46,9 +46,15 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
         if not is_server(name):
             from policygrad.models.replica import load_reference
 
+            if settings is not None and settings.tokenizer is not None:
+                from policygrad.rollout.aligned_teachers import load_reference_tokenizer
+
+                tokenizer = load_reference_tokenizer(settings.tokenizer, run.sampling)
+            else:
+                tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
             loaded[i] = load_reference(
                 name,
-                load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code),
+                tokenizer,
                 dtype=run.learner.dtype,
                 device=str(next(model.parameters()).device),
                 trust_remote_code=run.trust_remote_code,
@@ -120,9 +126,14 @@ def connect_teachers(
     if reference.teachers:
         for example in task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]:
             find_teacher(example, list(reference.models), example.source or "an example")
+    owner = "the policy"
+    if reference.tokenizer is not None:
+        from policygrad.rollout.aligned_teachers import load_reference_tokenizer
+
+        tokenizer, owner = load_reference_tokenizer(reference.tokenizer, run.sampling), reference.tokenizer
     top_k = max((term.divergence.top_k for term in run.algorithm.terms if "kl_ref" in term.forward_needs), default=0)
     servers = {
-        i: TeacherServer(address, tokenizer, run.teacher_server, phase, top_k=top_k)
+        i: TeacherServer(address, tokenizer, run.teacher_server, phase, top_k=top_k, tokenizer_of=owner)
         for i, address in enumerate(reference.models.values())
         if is_server(address)
     }

@@ -32,6 +32,7 @@ from policygrad.rollout.environment import find_capabilities
 from policygrad.rollout.reference_prompts import add_reference_prompts
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest, reward_inputs
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.samplers.engines import probe
 from policygrad.trackers.jsonl import format_row
@@ -375,6 +376,29 @@ def check_reference_prompts(record: StepRecord, reference: Reference, encoder: T
     return holds(
         "reference prompts", f"{number} of {len(batch.mask)} completions have one, each that of its template", step
     )
+
+
+def check_aligned_texts(
+    record: StepRecord, reference: Reference, sampling: SamplingParams, policy: Tokenizer
+) -> Finding:
+    """Align the recorded completions again with the tokens of a teacher with a tokenizer of its own."""
+    from policygrad.rollout.aligned_teachers import add_aligned_texts, load_reference_tokenizer
+
+    batch, step, subject = record.batch, record.step, "spans"
+    assert reference.tokenizer is not None
+    teacher = load_reference_tokenizer(reference.tokenizer, sampling)
+    expected, _ = add_aligned_texts(batch, record.rollout.groups, policy, teacher, reference.cut)
+    assert expected.reference_spans is not None
+    if batch.reference_spans is None:
+        return differs(subject, "they were not filled, and Reference.tokenizer asks for them", step)
+    if difference := explain_difference(expected.reference_spans, batch.reference_spans):
+        return differs(subject, difference.message, step)
+    for field in ("reference_prompts", "reference_tokens", "reference_places"):
+        ours, theirs = getattr(expected, field), getattr(batch, field)
+        if len(ours) != len(theirs) or any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return differs(subject, f"{field.replace('_', ' ')} are not those of the recorded completions", step)
+    number = int((batch.reference_spans >= 0).sum())
+    return holds(subject, f"{number:,} tokens are in spans of text that end with a token of both models", step)
 
 
 def check_token_versions(record: StepRecord) -> Finding:

@@ -28,6 +28,7 @@ from policygrad.verification.replay import (
     LoggedSteps,
     Replay,
     StepReplayer,
+    check_aligned_texts,
     check_batch,
     check_reference_prompts,
     check_step,
@@ -160,6 +161,9 @@ class _Verifier:
         yield check_token_versions(record)
         if algorithm.reference is not None and algorithm.reference.templates:
             yield check_reference_prompts(record, algorithm.reference, self.replayer.resources.tokenizer)
+        if algorithm.reference is not None and algorithm.reference.tokenizer is not None:
+            sampling = self.replayer.config.sampling
+            yield check_aligned_texts(record, algorithm.reference, sampling, self.replayer.resources.tokenizer)
         replayer, rollout = self.replayer, record.rollout
         result = StepResult(step, algorithm, rollout, record.batch, record.psi, {})
         rows = build_completion_rows(result, replayer.resources.tokenizer.decode, replayer.resources.has_rewards)

@@ -96,7 +96,8 @@ class LocalLearner:
         self.critic = self._build_critic(spec)
         self.reference = self._build_reference(algorithm, reference, build)
         self.teachers = self._build_teachers(algorithm, teachers or {})
-        self.reads_templates = algorithm.reference is not None and bool(algorithm.reference.templates)
+        settings = algorithm.reference
+        self.reads_other_texts = settings is not None and bool(settings.templates or settings.tokenizer)
         self.average: MovingAverage | None = None
         if self.reference is not None and algorithm.reference is not None and algorithm.reference.ema is not None:
             from policygrad.learners.local.auxiliary_networks import MovingAverage
@@ -293,7 +294,8 @@ class LocalLearner:
             filled |= {name: getattr(out, name) for name in exact} | dict.fromkeys(own, out.logp)
         reward_model = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
-            filled["logp_ref"] = self.networks.score_batch(self._as_reference_reads(batch), self.reference).logp
+            read = self._as_reference_reads(batch)
+            filled["logp_ref"] = batch.fold_reference(self.networks.score_batch(read, self.reference).logp)
         if self.teachers and "logp_ref" in needs:
             filled["logp_ref"] = self._score_with_teachers(batch)
         batch = replace(batch, **filled)
@@ -314,11 +316,11 @@ class LocalLearner:
         return logp
 
     def _as_reference_reads(self, batch: Batch) -> Batch:
-        """Return the completions after the prompts that π_ref reads, without those for which there is none."""
-        if self.reads_templates and not batch.reference_prompts:
+        """Return the completions after the prompts that π_ref reads, in its tokens, without those for which there is none."""
+        if self.reads_other_texts and not batch.reference_prompts:
             raise ConfigError(
-                "Batch.reference_prompts is empty, and Reference.templates gives π_ref prompts of its own: fill it, as a "
-                "run's rollout does, or set templates=()"
+                "Batch.reference_prompts is empty, and Reference.templates or tokenizer gives π_ref prompts of its own: fill it, "
+                "as a run's rollout does, or set templates=() and tokenizer=None"
             )
         read = batch.as_reference_reads()
         return read if read.has_reference is None else replace(read, mask=read.mask & read.has_reference[:, None])

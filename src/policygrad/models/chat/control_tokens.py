@@ -42,7 +42,7 @@ def escape_special_tokens(
 
     in_replies: Control tokens that stay what they are in messages of the assistant.
     """
-    tokens = sorted(_special_tokens(hf).values(), key=lambda token: len(token.content), reverse=True)
+    tokens = sorted(list_special_tokens(hf).values(), key=lambda token: len(token.content), reverse=True)
     placeholders: dict[str, str] = {}
 
     def escape(value: Any, spared: frozenset[str]) -> Any:
@@ -71,7 +71,7 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
     if not placeholders:
         return _encode(hf, text)
     # a control token that does not affect the tokens around it, apart from separating them
-    tokens = _special_tokens(hf).items()
+    tokens = list_special_tokens(hf).items()
     separators = [(id_, str(t.content)) for id_, t in tokens if not (t.lstrip or t.rstrip or t.single_word)]
     if not separators:
         raise _unescapable_error(next(iter(placeholders.values())), source)
@@ -83,7 +83,7 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
         if i % 2:
             text = placeholders[piece]  # the first letter separately, so that they do not make the control token
             letters[count] = [*_encode(hf, text[:1]), *_encode(hf, text[1:])]
-            if not letters[count] or set(letters[count]) & (set(_special_tokens(hf)) - {hf.unk_token_id}):
+            if not letters[count] or set(letters[count]) & (set(list_special_tokens(hf)) - {hf.unk_token_id}):
                 raise _unescapable_error(text, source)
         count += 1 if i % 2 else piece.count(separator)
     ids, seen = list[int](), 0
@@ -97,7 +97,7 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
 
 def list_special_texts(hf: Any, besides: frozenset[int]) -> frozenset[str]:
     """Return the texts of the control tokens, apart from those with some ids."""
-    return frozenset(str(token.content) for number, token in _special_tokens(hf).items() if number not in besides)
+    return frozenset(str(token.content) for number, token in list_special_tokens(hf).items() if number not in besides)
 
 
 def make_placeholder(text: str) -> str:
@@ -105,7 +105,7 @@ def make_placeholder(text: str) -> str:
     return next(word for i in itertools.count() if (word := f"PLACEHOLDER{i}X") not in text)
 
 
-def _special_tokens(hf: Any) -> dict[int, Any]:
+def list_special_tokens(hf: Any) -> dict[int, Any]:
     """Return the control tokens, which templates write, by id."""
     return {number: token for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special}
 

@@ -58,13 +58,15 @@ class TeacherServer:
         on_progress: ProgressCallback = ignore_progress,
         transport: Any = None,
         top_k: int = 0,
+        tokenizer_of: str = "the policy",
     ) -> None:
         """
         Args:
-            tokenizer: The policy's.
+            tokenizer: The one whose ids it is sent.
             on_progress: Called while the server is unavailable.
             transport: An httpx transport to use instead of the network.
             top_k: Likeliest tokens to ask for in place of each token.
+            tokenizer_of: Whose tokenizer it is, for messages.
 
         Raises:
             EngineError: httpx is not installed.
@@ -72,7 +74,7 @@ class TeacherServer:
         url, _, self.model_name = address.partition("#")
         self.url, self.tokenizer, self.config = url.rstrip("/").removesuffix("/v1"), tokenizer, config
         self.served: ServedModel | None = None
-        self.top_k = top_k
+        self.top_k, self.tokenizer_of = top_k, tokenizer_of
         self.http = HttpClient(config.timeout, transport, os.environ.get(config.api_key, ""))
         self._pool = ServerPool(
             [self.url],
@@ -214,9 +216,10 @@ class TeacherServer:
                 tokens = [f"{hf.convert_ids_to_tokens(ours[i])!r}, id {ours[i]}" if i < len(ours) else "its end"]
                 tokens += [f"id {theirs[i]}" if i < len(theirs) else "its end"]
                 raise EngineError(
-                    f"the teacher {served.name!r} at {url} has another tokenizer than the policy: a text continues with "
-                    f"{tokens[0]}, in the policy's tokens and with {tokens[1]} in the teacher's. Use a teacher with the policy's "
-                    "tokenizer, for example of the same family"
+                    f"the teacher {served.name!r} at {url} has another tokenizer than {self.tokenizer_of}: a text continues with "
+                    f"{tokens[0]}, in that one's tokens and with {tokens[1]} in the teacher's. Use a teacher with that tokenizer, "
+                    "for example of the same family, or name the teacher's own, to compare spans of text: "
+                    "--algorithm.reference.tokenizer DIR"
                 )
 
 

@@ -85,7 +85,8 @@ def resolve_config_paths(config: C) -> C:
         model = None if reference.model is None else _model_path(reference.model, directory)
         named = reference.models.items() if reference.teachers else ()
         teachers = tuple(f"{name}={_model_path(model, directory)}" for name, model in named)
-        reference = replace(reference, model=model, teachers=teachers)
+        tokenizer = None if reference.tokenizer is None else _model_path(reference.tokenizer, directory)
+        reference = replace(reference, model=model, teachers=teachers, tokenizer=tokenizer)
         changes["algorithm"] = replace(config.algorithm, reference=reference)
     if folder := getattr(getattr(config, "evaluation", None), "benchmark_data", None):
         changes["evaluation"] = replace(config.evaluation, benchmark_data=_path_in(folder, directory))
