@@ -67,10 +67,14 @@ def test_prompts_of_like_length_are_read_together() -> None:
     assert divide_by_length([30, 2000, 40, 1900]) == [[0, 2], [1, 3]]
 
 
-def test_prompts_that_are_read_in_several_passes_are_continued_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_5", "lfm2", "jamba"])
+def test_prompts_that_are_read_in_several_passes_are_continued_as_in_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where keys are shared, and where each row has keys and a state of its own."""
     monkeypatch.setattr(kv_cache, "CALL_TOKENS", 8)
     torch.manual_seed(0)
-    model = load_model(tf.AutoModelForCausalLM.from_config(FAMILIES["gemma3_text"].config()).eval())
+    model = load_model(tf.AutoModelForCausalLM.from_config(FAMILIES[kind].config()).eval())
     g = torch.Generator().manual_seed(1)
     prompts, widths = [torch.randint(3, 40, (n,), generator=g) for n in (40, 3, 38, 5, 17)], list[int]()
     sampler, sampling = LocalSampler(model, frozenset({1}), 0), replace(SAMPLING, decode_rows=len(prompts))

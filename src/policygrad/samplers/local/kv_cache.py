@@ -4,7 +4,7 @@ dropped for any kind of layer."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -95,6 +95,7 @@ class PlainDecodeCache:
         needs_equal_lengths: bool = False,
         texts: StateCache | None = None,
         counts: PrefillCounts | None = None,
+        in_passes: bool = False,
     ) -> None:
         """
         Args:
@@ -102,9 +103,10 @@ class PlainDecodeCache:
                 counted from it.
             texts: What is kept of texts that prompts may continue.
             counts: Counts the tokens of prompts.
+            in_passes: Prompts of very different lengths are read in several passes, whose rows are appended to one another.
         """
         self.model, self.pad, self.needs_equal_lengths = model, pad, needs_equal_lengths
-        self.texts, self.counts = texts, counts or PrefillCounts()
+        self.texts, self.counts, self.in_passes = texts, counts or PrefillCounts(), in_passes
         self.device = next(model.parameters()).device
         self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
 
@@ -121,10 +123,14 @@ class PlainDecodeCache:
     ) -> tuple[Tensor, int]:
         if self.texts is None or any(media):
             self.counts.read += sum(map(len, prompts))
-            return self._add(*prefill(self.model, prompts, self.pad, media), repeats, max_tokens)
+            if any(media) or not self.in_passes:
+                return self._add(*prefill(self.model, prompts, self.pad, media), repeats, max_tokens)
+            parts: Iterable[ReadPart] = read_in_passes(self.model, prompts, self.pad)
+        else:
+            parts = self.texts.read(self.model, prompts, self.pad)
         logits, order, width, before = list[Tensor](), list[int](), 0, len(self.rows)
         starts = repeats.cumsum(0) - repeats
-        for part in self.texts.read(self.model, prompts, self.pad):
+        for part in parts:
             which = torch.tensor(part.which, device=self.device)
             new_logits, width = self._add(part.out, part.mask, repeats[which], max_tokens)
             logits.append(new_logits)
@@ -184,6 +190,21 @@ class PlainDecodeCache:
             self.attention = self.attention[self.rows]
             self.rows = torch.arange(len(rows), device=self.device)
         return rows
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPart:
+    """Prompts that were read together: which, with the model's output, and the mask [C, L] of the columns that are tokens."""
+
+    which: Sequence[int]
+    out: Any
+    mask: Tensor
+
+
+def read_in_passes(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> Iterator[ReadPart]:
+    """Read prompts, those of like lengths together: padding is read like tokens, and takes as long."""
+    for which in divide_by_length([len(prompt) for prompt in prompts]):
+        yield ReadPart(which, *prefill(model, [prompts[i] for i in which], pad))
 
 
 def divide_by_length(lengths: Sequence[int]) -> list[list[int]]:

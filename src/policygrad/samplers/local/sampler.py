@@ -29,6 +29,7 @@ from policygrad.samplers.local.kv_cache import (
 from policygrad.samplers.local.sampling import check_finite_logits, log_probabilities, philox_uniforms, sample_tokens
 from policygrad.samplers.local.shared_prefix import (
     SharedPrefixCache,
+    supports_appending,
     supports_continuing,
     supports_continuing_states,
     supports_padding,
@@ -90,7 +91,7 @@ class LocalSampler:
         self.decodes_ahead = cuda_graphs and self.device.type == "cuda" and routing is None and before_pass is None
         self.end = torch.tensor(sorted(end), device=self.device)
         self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
-        self._needs_equal_lengths = self._shares_at_attention = False  # likewise
+        self._needs_equal_lengths = self._shares_at_attention = self._appends_rows = False  # likewise
         self._continues: bool | None = None  # likewise, at the first that may be continued
         self._texts: TextCache | StateCache | None = None
         """What is cached of texts that prompts may begin with, with the current weights."""
@@ -201,6 +202,7 @@ class LocalSampler:
         self.uses_kernels = kernels and bool(self._shares_prefixes)
         if not self._shares_prefixes:
             self._needs_equal_lengths = not supports_padding(self.model, self.pad)
+            self._appends_rows = not self._needs_equal_lengths and supports_appending(self.model, self.pad)
 
     def _open_texts(self, requests: Sequence[Request]) -> TextCache | StateCache | None:
         """Return what is cached of texts, prepared for the prompts of these requests; None = nothing is, nor is to be."""
@@ -277,6 +279,7 @@ class LocalSampler:
     def _make_cache(self) -> DecodeCache:
         """Return an empty cache of the kind that this model decodes with."""
         texts: Any = self._texts
+        in_passes = self.routing is None and self.before_pass is None  # both count on one for all rows
         if self._shares_prefixes:
             at_attention = self._shares_at_attention
             return SharedPrefixCache(
@@ -286,9 +289,11 @@ class LocalSampler:
                 at_attention=at_attention,
                 counts=self.prefill,
                 kernels=self.uses_kernels,
-                in_passes=self.routing is None and self.before_pass is None,  # both count on one for all rows
+                in_passes=in_passes,
             )
-        return PlainDecodeCache(self.model, self.pad, self._needs_equal_lengths, texts, self.prefill)
+        return PlainDecodeCache(
+            self.model, self.pad, self._needs_equal_lengths, texts, self.prefill, in_passes and self._appends_rows
+        )
 
 
 def _decoded_together(request: Request) -> tuple[object, ...]:

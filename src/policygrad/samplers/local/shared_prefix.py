@@ -776,6 +776,25 @@ def supports_continuing_states(model: nn.Module, pad: int) -> bool:
     return texts.counts.shared > 0 and is_close
 
 
+@torch.no_grad()
+def supports_appending(model: nn.Module, pad: int) -> bool:
+    """Return True if the plain cache takes rows that are read after others, and continues both as one pass does."""
+    tokens = torch.arange(24, device=next(model.parameters()).device).view(2, 12) * 5 % 7 + 1
+    prompts, cache = [tokens[0, :9], tokens[1, :3]], PlainDecodeCache(model, pad)
+    sequences = [torch.cat([prompt, tokens[1, 3:4]]) for prompt in prompts]
+    expected = _last_logits(model, sequences).float()
+    effect = float((expected[0] - expected[1]).abs().max())
+    try:
+        for prompt in prompts:
+            if cache.batch_size and not cache.supports_refill:
+                return False
+            cache.read([prompt], tokens.new_ones(1), 4)
+        actual = cache.step(tokens[1, 3].expand(2), tokens.new_tensor([len(prompt) for prompt in prompts]))
+    except Exception:  # as above
+        return False
+    return _is_close(model, actual, expected, effect)
+
+
 def _is_close(model: nn.Module, actual: Tensor, expected: Tensor, effect: float) -> bool:
     """Return whether logits differ by less than a small part of what another text makes of them."""
     is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)

@@ -17,6 +17,8 @@ from policygrad.samplers.local.kv_cache import (
     CALL_TOKENS,
     CountingCache,
     PrefillCounts,
+    ReadPart,
+    divide_by_length,
     get_cache,
     prefill,
     weights_version,
@@ -38,15 +40,6 @@ class _Kept:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for layer in self.cache.layers for _, _, x in _list_states(layer))
-
-
-@dataclass(frozen=True, eq=False)
-class ReadPart:
-    """Prompts that were read together: which, with the model's output, and the mask [C, L] of the columns that are tokens."""
-
-    which: Sequence[int]
-    out: Any
-    mask: Tensor
 
 
 class StateCache:
@@ -88,14 +81,14 @@ class StateCache:
         for i, (prompt, found) in enumerate(zip(prompts, kept, strict=True)):
             groups.setdefault((0, 0) if found is None else (id(found), len(prompt) - found.length), []).append(i)
         alone = groups.pop((0, 0), [])
-        tokens = [len(which) * new for (_, new), which in groups.items()]
-        tokens += [len(alone) * max(len(prompts[i]) for i in alone)] if alone else []
-        if sum(max(n, self.call_tokens) for n in tokens) >= len(prompts) * max(map(len, prompts)):
-            groups, alone = {}, list(range(len(prompts)))
+        passes, everything = _divide(prompts, alone), _divide(prompts, range(len(prompts)))
+        tokens = [len(which) * new for (_, new), which in groups.items()] + _count_tokens(prompts, passes)
+        if sum(max(n, self.call_tokens) for n in tokens) >= sum(_count_tokens(prompts, everything)):
+            groups, passes = {}, everything
         parts = list[ReadPart]()
-        if alone:
-            self.counts.read += sum(len(prompts[i]) for i in alone)
-            parts.append(ReadPart(alone, *prefill(model, [prompts[i] for i in alone], pad)))
+        for which in passes:
+            self.counts.read += sum(len(prompts[i]) for i in which)
+            parts.append(ReadPart(which, *prefill(model, [prompts[i] for i in which], pad)))
         for (_, new), which in groups.items():
             beginning = kept[which[0]]
             assert beginning is not None
@@ -171,6 +164,16 @@ class StateCache:
                 self._kept.move_to_end(key)
                 return kept
         return None
+
+
+def _divide(prompts: Sequence[Tensor], which: Sequence[int]) -> list[list[int]]:
+    """Divide some of the prompts by their lengths."""
+    return [[which[i] for i in part] for part in divide_by_length([len(prompts[i]) for i in which])]
+
+
+def _count_tokens(prompts: Sequence[Tensor], passes: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many tokens each pass reads, padding included."""
+    return [len(part) * max(len(prompts[i]) for i in part) for part in passes]
 
 
 def _key(ids: Tensor) -> bytes:
