@@ -10,10 +10,13 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+import transformers as tf
 
 import policygrad
+from doubles.architectures import families
 from policygrad.commands.served_model import ServedModel
 from policygrad.commands.text_scores import GivenText, score_texts
+from policygrad.models.loading import load_model
 from policygrad.proxy.server import ANY_KEY, Proxy
 from policygrad.samplers.base import SamplingParams
 
@@ -96,3 +99,19 @@ def test_passes_over_some_texts_at_a_time_give_what_one_over_all_gives(
             [i for i, _ in s.alternatives] for s in whole
         ]
     assert passes == [2, 1, 1]
+
+
+FAST = ("qwen3_5", "lfm2", "jamba", "deepseek_v4")  # states, convolutions, compressed keys
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, id=f.type, marks=() if f.type in FAST else pytest.mark.full) for f in families()]
+)
+def test_texts_that_are_scored_together_have_the_scores_of_each_alone(family: Any) -> None:
+    torch.manual_seed(0)
+    model = load_model(tf.AutoModelForCausalLM.from_config(family.config()).eval())
+    lengths = [40, 3, 21, 9, 17]
+    texts = [GivenText(torch.randint(3, 40, (n,)), 1, n, SamplingParams()) for n in lengths]
+    for text, scores in zip(texts, score_texts(model, texts), strict=True):
+        (alone,) = score_texts(model, [text])
+        assert [s.logp for s in scores] == pytest.approx([s.logp for s in alone], abs=1e-5)

@@ -46,6 +46,7 @@ from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.polling import SharedPoll, repeat_during
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.engines.server_process import LaunchCommand, ServerProcess, find_free_port
+from policygrad.samplers.engines.tail import Tail
 from policygrad.samplers.local.sampling import derive_seeds
 from policygrad.samplers.stop_texts import cut_at_stop, find_stop
 from policygrad.utils.async_runner import gather_or_cancel
@@ -61,7 +62,6 @@ from policygrad.weight_sync.folder import (
     make_adapter_writer,
 )
 
-TAIL_QUANTILE = 0.9  # completions after this quantile are the tail of a rollout
 CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback while no completion finishes
 MAX_WAKE_FAILURES = 3  # attempts to wake a server, after which it is stopped and started again
 ADAPTIVE_SLOTS = 256  # concurrent requests that a server is started for, if their number is adjusted to its load
@@ -214,7 +214,7 @@ class EngineSampler(ABC):
         self.processes: dict[str, ServerProcess] = {}  # by server, of those that are started here
         self._start_versions: dict[str, WeightVersion] = {}  # by server: what its process was started with
         self._callback: CompletionCallback | None = None
-        self._tail = 0.0
+        self._tail = Tail()
         dtype = next(model.parameters()).dtype
         self.logprob_tolerance = config.logprob_tolerance or probe.TOLERANCE.get(dtype, 0.2)
         self._servers: ServerPool | None = None
@@ -294,7 +294,7 @@ class EngineSampler(ABC):
                 f"a prompt has a picture, and policygrad sends {self.name} token ids alone. Use --sampler.engine vllm, sglang or "
                 "local"
             )
-        callback, finished = self._callback, list[float]()
+        callback = self._callback
 
         async def generate_one(request: Request, seed: int) -> Generation:
             # in chunks, each of which continues the prompt and the tokens so far: the distribution is that of a single request,
@@ -315,23 +315,23 @@ class EngineSampler(ABC):
                     whole = cut_at_stop(concat_generations(chunks), stop, self.tokenizer.decode)
                     chunks = [whole] if whole.finish_reason == "stop" else chunks
             generation = concat_generations(chunks)
-            finished.append(time.perf_counter())
             if callback is not None:
                 callback([(request, generation.tokens)])
             return generation
 
+        async def time_one(request: Request, seed: int) -> Generation:
+            with self._tail.request():
+                return await generate_one(request, seed)
+
         seeds = derive_seeds([request.key for request in requests])[:, 0].tolist()
-        work = gather_or_cancel(map(generate_one, requests, seeds))
+        work = gather_or_cancel(map(time_one, requests, seeds))
         if callback is not None:
 
             async def call_back() -> None:
                 callback([])
 
             work = repeat_during(work, call_back, CALLBACK_INTERVAL)
-        generations = await (work if self.config.max_concurrency else self._load_poll.during(work))
-        if finished:
-            self._tail += finished[-1] - finished[int(TAIL_QUANTILE * (len(finished) - 1))]
-        return generations
+        return await (work if self.config.max_concurrency else self._load_poll.during(work))
 
     @contextmanager
     def on_completion(self, callback: CompletionCallback) -> Iterator[None]:
@@ -365,7 +365,7 @@ class EngineSampler(ABC):
             metrics["publication/servers"] = Min(float(num_ready))
         metrics["publication/retries"] = Sum(float(self.servers.num_retries))
         self.servers.num_retries = 0
-        metrics["engine/tail"], self._tail = Sum(self._tail), 0.0
+        metrics["engine/tail"] = Sum(self._tail.pop())
         if not self.config.max_concurrency:
             limits = sum(server.limit for server in self.servers.all)
             metrics["engine/max_concurrency"] = Mean(float(limits), float(len(self.servers.all)))
