@@ -23,9 +23,9 @@ LONG, SHORT = 1e20, 1e9
 @pytest.mark.parametrize(
     ("kind", "flops", "facts", "use", "reason"),
     [
-        ("cpu fp32", LONG, {}, True, "s saved for 22 s of compiling"),
+        ("cpu fp32", LONG, {}, True, "s saved for 24 s of compiling"),
         ("cpu fp32", SHORT, {}, False, "about 0 s saved"),
-        ("cpu bf16", LONG, {}, True, "s saved for 15 s"),
+        ("cpu bf16", LONG, {}, True, "s saved for 47 s"),
         ("cuda", LONG, {}, True, "s saved for 20 s"),
         ("cuda", SHORT, {}, False, "about 0 s saved"),
         ("mps", LONG, {}, False, "on mps it was not measured"),

@@ -19,7 +19,8 @@ _DRAWN = 0.25  # of the longest completion: how long they are in the mean is not
 
 @dataclass(frozen=True)
 class DeviceGain:
-    """What compiled blocks were measured to save on a kind of device: the least of docs/benchmarks.md and docs/gpu.md."""
+    """What compiled blocks were measured to save on a kind of device: the least of docs/benchmarks.md, on two processors, and of
+    docs/gpu.md."""
 
     share: float
     """Of the time of learning."""
@@ -30,8 +31,8 @@ class DeviceGain:
 
 
 GAINS = {
-    "cpu fp32": DeviceGain(0.08, 22.0, 200e9),
-    "cpu bf16": DeviceGain(0.07, 15.0, 300e9),
+    "cpu fp32": DeviceGain(0.04, 24.0, 200e9),
+    "cpu bf16": DeviceGain(0.07, 47.0, 300e9),
     "cuda": DeviceGain(0.27, 20.0, 250e12),
 }
 """By device and, on a CPU, precision."""
