@@ -765,7 +765,11 @@ def test_gold_of_trl(tmp_path: Path) -> None:
     run, text = read("use_uld_loss=True, lmbda=0.75, seq_kd=True, top_p=0.95, beta=0.5, uld_use_hybrid_loss=True")
     same(run.algorithm, "distill --teacher t --algorithm.reference.tokenizer t")
     assert run.sampling.top_p == 1
-    for left in ("as with lmbda = 1: TRL takes 25% of the completions from the teacher's", "top_p=0.95: a t", "beta=0.5: of t"):
+    for left in (
+        "as with lmbda = 1: TRL takes 25% of the completions from the teacher's",
+        "top_p=0.95: a t",
+        "beta=0.5: of t",
+    ):
         assert left in text
     run, _ = read("use_uld_loss=True, teacher_tokenizer_name_or_path='s'")
     same(run.algorithm, "distill --teacher t --algorithm.reference.tokenizer s")

@@ -1,7 +1,7 @@
 """TRL: the command line of its scripts and of `trl grpo`, the YAML of `--config`, and a script's own `GRPOConfig(…)`.
 
-Defaults are those of TRL at f2cd577 (trl/trainer/grpo_config.py, rloo_config.py, trl/experimental/ppo and gold) and of transformers'
-TrainingArguments.
+Defaults are those of TRL at f2cd577 (trl/trainer/grpo_config.py, rloo_config.py, trl/experimental/ppo and gold), and those of
+transformers' TrainingArguments.
 """
 
 from __future__ import annotations
