@@ -128,7 +128,7 @@ def measured_page(
         "![Learning curves of every algorithm over sampled tokens, with the curve of grpo for comparison](measured.svg)",
         *(_table(result, number, kind) for number, kind in enumerate(result["kinds"])),
         _not_measured(result),
-        _section("What the figures show", [*_by_updates(result), *result["ranking"]]),
+        _section("What the figures show", [*_by_updates(result), *_not_learned(result), *result["ranking"]]),
         _section("What cannot be concluded", result["caveats"]),
         f"### How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row. {files('algorithms')} hold "
         "every run and curve, the scores at every learning rate, and in what the rows differ besides the algorithm (updates per "
@@ -232,6 +232,17 @@ def _by_updates(result: Data) -> list[str]:
         f"the budget: their rank correlation is {tokens:.2f} at equal tokens and {same:.2f} at equal updates. "
         f"The order mostly reflects "
         "how often a rollout is used, not the idea in a row."
+    ]
+
+
+def _not_learned(result: Data) -> list[str]:
+    """Name the rows that are not above what they were before training, at equal tokens."""
+    summaries = ((row["label"], row["summary"]) for row in result["rows"] if row["summary"])
+    return [
+        f"{label} does not learn here: its score is {estimate(summary['equal']['tokens'])}, and {summary['before']:.3f} before "
+        f"training ({link(label)} says why)."
+        for label, summary in summaries
+        if summary["equal"]["tokens"]["low"] <= summary["before"]
     ]
 
 

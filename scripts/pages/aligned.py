@@ -1,0 +1,58 @@
+"""The table of docs/distillation.md on teachers with another tokenizer, measured by scripts/measure_aligned_teachers.py."""
+
+from __future__ import annotations
+
+import textwrap
+
+from measure_aligned_teachers import ACROSS, LEARN, OWN, ROWS, SHAPE, WORDS
+
+from pages.markdown import Data, block, estimate, files, load, short, table
+
+NAMES = {OWN: "the policy's tokens", WORDS: "tokens that end where words do", ACROSS: "tokens that cross words"}
+
+
+def aligned_block(result: Data | None = None) -> str:
+    """Write how well the policy learns from each teacher with each cut, from the committed report unless another is given."""
+    result = load("aligned-teachers") if result is None else result
+    if result is None:
+        return "Not measured yet: `python scripts/measure_aligned_teachers.py` runs it, and `make docs` writes this."
+    rows = {row["label"]: row for row in result["rows"] if row["summary"]}
+    kind = result["kinds"][0]["measure"]
+    text = (
+        f"`distill` with {SHAPE[3]} samples for each of {SHAPE[1]} prompts, until {short(result['tokens'])} tokens have been "
+        f"sampled: held-out accuracy of {kind['samples']} samples on each of {kind['problems']} problems, {len(result['seeds'])} "
+        "seeds, at the best learning rate of a grid; interquartile mean and 95 % bootstrap interval. Teachers have the embedded "
+        f"model's shape and began with random weights; {LEARN[1]} passes over the same worked answers made them as accurate as "
+        "the table says."
+    )
+    body = [_row(result, name, rows[name]) for name in ROWS if name in rows]
+    head = ("the teacher's tokenizer", "its accuracy", "`cut`", "learning rate", "accuracy", "area under the curve")
+    examples = "; ".join(
+        f"{NAMES[name]}: {_write_tokens(teacher['example'])}" for name, teacher in result["teachers"].items()
+    )
+    parts = (
+        textwrap.fill(text, 140),
+        table(head, body),
+        f"An answer in each: {examples}.",
+        f"All runs: {files('aligned-teachers')}.",
+        block(result["measured_by"], "sh"),
+    )
+    return "\n\n".join(parts)
+
+
+def _row(result: Data, name: str, row: Data) -> tuple[str, ...]:
+    teacher, cut = ROWS[name]
+    summary = row["summary"]
+    return (
+        NAMES[teacher],
+        f"{result['teachers'][teacher]['accuracy']:.2f}",
+        f"`{cut}`" if cut else "each token",
+        f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
+        estimate(summary["equal"]["tokens"]),
+        estimate(summary["area"]),
+    )
+
+
+def _write_tokens(tokens: list[str]) -> str:
+    """Write the tokens of byte-level BPE with a stroke between them."""
+    return f"`{'¦'.join(tokens).replace('Ġ', '·')}`"
