@@ -19,14 +19,14 @@ def aligned_block(result: Data | None = None) -> str:
     rows = {row["label"]: row for row in result["rows"] if row["summary"]}
     kind = result["kinds"][0]["measure"]
     text = (
-        f"`distill` with {SHAPE[3]} samples for each of {SHAPE[1]} prompts, until {short(result['tokens'])} tokens have been "
-        f"sampled: held-out accuracy of {kind['samples']} samples on each of {kind['problems']} problems, {len(result['seeds'])} "
-        "seeds, at the best learning rate of a grid; interquartile mean and 95 % bootstrap interval. Teachers have the embedded "
-        f"model's shape and began with random weights; {LEARN[1]} passes over the same worked answers made them as accurate as "
-        "the table says."
+        f"`distill` with {SHAPE[3]} samples for each of {SHAPE[1]} prompts at learning rate {SHAPE[5]}, until "
+        f"{short(result['tokens'])} tokens have been sampled: held-out accuracy of {kind['samples']} samples on each of "
+        f"{kind['problems']} problems, {len(result['seeds'])} seeds, interquartile mean and 95 % bootstrap interval. Teachers "
+        f"have the embedded model's shape and began with random weights; {LEARN[1]} passes over the same worked answers made them "
+        "as accurate as the table says."
     )
     body = [_row(result, name, rows[name]) for name in ROWS if name in rows]
-    head = ("the teacher's tokenizer", "its accuracy", "`cut`", "learning rate", "accuracy", "area under the curve")
+    head = ("the teacher's tokenizer", "its accuracy", "`cut`", "accuracy", "area under the curve")
     examples = "; ".join(
         f"{NAMES[name]}: {_write_tokens(teacher['example'])}" for name, teacher in result["teachers"].items()
     )
@@ -47,7 +47,6 @@ def _row(result: Data, name: str, row: Data) -> tuple[str, ...]:
         NAMES[teacher],
         f"{result['teachers'][teacher]['accuracy']:.2f}",
         f"`{cut}`" if cut else "each token",
-        f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
         estimate(summary["equal"]["tokens"]),
         estimate(summary["area"]),
     )

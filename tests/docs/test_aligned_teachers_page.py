@@ -46,7 +46,7 @@ def test_the_measurement_makes_teachers_compares_and_keeps_the_report(tmp_path: 
         folder = Path(words[words.index("--output") + 1])
         folder.mkdir(parents=True)
         (folder / "comparison.json").write_text(json.dumps({"rows": [], "seeds": [0]}))
-        assert words[-7:] == ["--jobs", "2", "--", *measured.SHAPE]
+        assert words[-9:] == ["--jobs", "2", "--", *measured.SHAPE]
         return 0
 
     made = list[str]()
@@ -65,7 +65,7 @@ def test_the_measurement_makes_teachers_compares_and_keeps_the_report(tmp_path: 
 
 def test_the_table_has_a_row_for_each_teacher_and_cut(tmp_path: Path) -> None:
     heights = {"own": 0.9, "words_tokens": 0.8, "words_words": 0.8, "across_tokens": 0.5, "across_words": 0.7}
-    made = plan(*(row(name, grid=(1e-3,)) for name in heights), seeds=3, tuning=1)
+    made = plan(*(row(name) for name in heights), seeds=4)
     found = build_report(made, ComparisonRun(made, tmp_path, StubRunner(heights), 1, lambda text: None).run()).to_dict()
     teachers = {name: vars(teacher) for name, teacher in TEACHERS.items()}
     text = aligned.aligned_block(found | {"measured_by": "python x", "teachers": teachers})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from policygrad.core.adjustments import TeacherBonus
-from policygrad.core.advantages import Advantage, GroupStd, LeaveOneOut, MarginalMax
+from policygrad.core.advantages import GroupStd, LeaveOneOut, MarginalMax
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.base import Filter, Ratio
+from policygrad.core.base import Advantage, Filter, Ratio
 from policygrad.core.filters import DropZeroVariance, RewardRange
 from policygrad.core.gates import Importance
 from policygrad.core.ratios import SequenceProduct, Token
@@ -111,7 +112,7 @@ def marginal_max(seed: int = 0) -> MeasuredClaim:
     for size in sizes:
         for (name, policy), chain in chains.items():
             at = on if policy == "on" else off
-            truth = derivative(lambda x, at=at, size=size: expect_best(at, x, size), at.theta)
+            truth = derivative(partial(expect_best, at, size), at.theta)
             found[name, policy].append(_measure(chain, at, truth, size))
         bare.append(_measure_bare_maximum(on, size))
     bias = max(abs(f.scale * g - 1) + 1 - f.cosine for f, g in zip(found["own", "on"], sizes, strict=True))
@@ -147,7 +148,7 @@ def marginal_max(seed: int = 0) -> MeasuredClaim:
     )
 
 
-def expect_best(setting: LabSetting, theta: Tensor, size: int) -> Tensor:
+def expect_best(setting: LabSetting, size: int, theta: Tensor) -> Tensor:
     """Return E[max R] of `size` completions of one prompt, with graph."""
     reward, order = setting.world.reward.flatten().sort()
     upto = setting.world.logp(theta).exp().flatten()[order].cumsum(0)
@@ -156,7 +157,7 @@ def expect_best(setting: LabSetting, theta: Tensor, size: int) -> Tensor:
 
 def _measure_bare_maximum(setting: LabSetting, size: int) -> float:
     """Return the variance of max R·Σ_i ∇log π(o_i), relative to the square of its mean, which is ∇E[max R]."""
-    steps, truth = enumerate_steps(setting, size), derivative(lambda x: expect_best(setting, x, size), setting.theta)
+    steps, truth = enumerate_steps(setting, size), derivative(partial(expect_best, setting, size), setting.theta)
     best = setting.world.reward.flatten()[steps.rows].amax(1)
     gradient = best[:, None] * setting.world.scores(setting.theta)[steps.rows].sum(1)
     return compute_figures(gradient, steps.weight, truth).variance
