@@ -87,6 +87,9 @@ HEAD = (
     "tokens to it",
 )
 
+HARDLY = 0.1
+"""Share of the way to the threshold; a row that gains less does not learn."""
+
 
 def row_of(name: str) -> Data | None:
     """An algorithm's row, if it was measured and did not fail."""
@@ -236,14 +239,19 @@ def _by_updates(result: Data) -> list[str]:
 
 
 def _not_learned(result: Data) -> list[str]:
-    """Name the rows that are not above what they were before training, at equal tokens."""
-    summaries = ((row["label"], row["summary"]) for row in result["rows"] if row["summary"])
-    return [
-        f"{label} does not learn here: its score is {estimate(summary['equal']['tokens'])}, and {summary['before']:.3f} before "
-        f"training ({link(label)} says why)."
-        for label, summary in summaries
-        if summary["equal"]["tokens"]["low"] <= summary["before"]
-    ]
+    """Name the rows that are hardly above what they were before training, at equal tokens."""
+    found = []
+    for row in result["rows"]:
+        summary, threshold = row["summary"], result["kinds"][row["kind"]]["threshold"]
+        if not summary or threshold is None:
+            continue
+        score, before = summary["equal"]["tokens"], summary["before"]
+        if score["value"] - before < HARDLY * (threshold - before):
+            found.append(
+                f"{row['label']} does not learn here: its score is {estimate(score)}, and {before:.3f} before training "
+                f"({link(row['label'])} says why)."
+            )
+    return found
 
 
 def gates_section(result: Data, gates: Data | None, told: Collection[str] = ()) -> str:

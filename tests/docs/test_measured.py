@@ -82,7 +82,7 @@ def test_the_page_says_that_scores_follow_the_number_of_updates() -> None:
     text = measured.measured_page()
     (message,) = re.findall(r"rank correlation is (0\.\d\d) at equal tokens and (-0\.\d\d) at equal updates", text)
     assert float(message[0]) > 0.5
-    assert float(message[1]) < -0.9
+    assert float(message[1]) < -0.85
 
 
 def test_the_page_says_which_row_does_not_learn(result: dict[str, Any]) -> None:
