@@ -75,4 +75,6 @@ def test_the_table_has_a_row_for_each_teacher_and_cut(tmp_path: Path) -> None:
         ["tokens that end where words do", "0.90", "`tokens`"],
     ]
     assert len(lines) == 7
+    said = " ".join(text.split())
+    assert "with tokens that cross words `words` is better than `tokens`. 4 of the 4 rows" in said
     assert "tokens that cross words: `Step¦·by`" in text
