@@ -185,7 +185,7 @@ PLOTS: dict[str, ClaimPlot] = {
         ),
     ),
     "teacher_bonus": _plot(
-        "coefficient of the teacher's log-ratio",
+        "coefficient c",
         _panel("signal-to-noise ratio along ∇J", "along", _TEACHERS),
         _panel("cosine with ∇J", "cosine", _TEACHERS),
     ),
