@@ -16,6 +16,7 @@ from pathlib import Path
 from make_lab import PRIMER_FIGURES
 from pages.agents import agents_block
 from pages.algorithms import algorithm_page, count_algorithms, index_page, quote_finding
+from pages.aligned import aligned_block
 from pages.architecture import picture, rooms_block
 from pages.blocks import (
     accuracy_block,
@@ -112,6 +113,7 @@ def generate_files() -> dict[Path, str]:
             DOCS / "memory.md", memory=memory_block(), measured=measured_block(), lengths=lengths_block()
         ),
         **({} if (figure := lengths_figure()) is None else {DOCS / FIGURE: figure}),
+        DOCS / "distillation.md": fill_blocks(DOCS / "distillation.md", aligned=aligned_block()),
         DOCS / "rewards.md": fill_blocks(DOCS / "rewards.md", judged=math_block()),
         DOCS / "evaluation.md": fill_blocks(DOCS / "evaluation.md", benchmarks=benchmarks_block()),
         DOCS / "measured.md": measured_page(),

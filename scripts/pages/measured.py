@@ -87,6 +87,9 @@ HEAD = (
     "tokens to it",
 )
 
+HARDLY = 0.1
+"""Share of the way to the threshold; a row that gains less does not learn."""
+
 
 def row_of(name: str) -> Data | None:
     """An algorithm's row, if it was measured and did not fail."""
@@ -128,7 +131,7 @@ def measured_page(
         "![Learning curves of every algorithm over sampled tokens, with the curve of grpo for comparison](measured.svg)",
         *(_table(result, number, kind) for number, kind in enumerate(result["kinds"])),
         _not_measured(result),
-        _section("What the figures show", [*_by_updates(result), *result["ranking"]]),
+        _section("What the figures show", [*_by_updates(result), *_not_learned(result), *result["ranking"]]),
         _section("What cannot be concluded", result["caveats"]),
         f"### How it was measured\n\n{command}\n\nwhich is `policygrad compare` with every row. {files('algorithms')} hold "
         "every run and curve, the scores at every learning rate, and in what the rows differ besides the algorithm (updates per "
@@ -233,6 +236,22 @@ def _by_updates(result: Data) -> list[str]:
         f"The order mostly reflects "
         "how often a rollout is used, not the idea in a row."
     ]
+
+
+def _not_learned(result: Data) -> list[str]:
+    """Name the rows that are hardly above what they were before training, at equal tokens."""
+    found = []
+    for row in result["rows"]:
+        summary, threshold = row["summary"], result["kinds"][row["kind"]]["threshold"]
+        if not summary or threshold is None:
+            continue
+        score, before = summary["equal"]["tokens"], summary["before"]
+        if score["value"] - before < HARDLY * (threshold - before):
+            found.append(
+                f"{row['label']} does not learn here: its score is {estimate(score)}, and {before:.3f} before training "
+                f"({link(row['label'])} says why)."
+            )
+    return found
 
 
 def gates_section(result: Data, gates: Data | None, told: Collection[str] = ()) -> str:

@@ -739,3 +739,41 @@ def test_the_replay_buffer_of_trl(tmp_path: Path) -> None:
     masked = (pg.parts.ReplayBuffer(size=8), pg.MaskTruncated(keep_in_statistics=True))
     assert filters(", replay_buffer_size=8, mask_truncated_completions=True") == masked
     assert filters(", replay_buffer_size=0") == ()
+
+
+def test_gold_of_trl(tmp_path: Path) -> None:
+    """A divergence over the vocabulary; with ULD a teacher with another tokenizer, its own unless one is named."""
+    shape = "per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4, max_steps=5, "
+
+    def read(more: str) -> tuple[Run, str]:
+        teacher = "teacher_model_name_or_path='t', "
+        run, text = convert(f"args = GOLDConfig({shape}{teacher}{more})\n", tmp_path, "train.py")
+        return run, " ".join(text.replace("#", "").split())
+
+    term = "--algorithm.advantage.teacher-log-ratio.coefficient 0 --algorithm.terms ExactKLToReference"
+    term += " --algorithm.terms.exact-kl-to-reference.alpha"
+    run, text = read("")
+    assert (run.prompts_per_step, run.samples_per_prompt, run.steps, run.lr, run.reward) == (4, 4, 5, 1e-7, ())
+    assert (run.sampling.max_tokens, run.sampling.temperature, run.sampling.top_p) == (128, 0.9, 0.95)
+    same(run.algorithm, f"distill --teacher t {term} 0.5 --algorithm.terms.exact-kl-to-reference.over vocabulary")
+    assert "as with lmbda = 1: TRL takes 50% of the completions from the data" in text
+    run, text = read("lmbda=1.0, beta=0.0, top_p=1.0, generation_batch_size=4, teacher_tokenizer_name_or_path='s'")
+    same(run.algorithm, f"distill --teacher t {term} 0")
+    assert run.prompts_per_step == 4
+    assert "lmbda = 1:" not in text
+    assert "teacher_tokenizer_name_or_path='s': without use_uld_loss both models have the policy's tokenizer" in text
+    run, text = read("use_uld_loss=True, lmbda=0.75, seq_kd=True, top_p=0.95, beta=0.5, uld_use_hybrid_loss=True")
+    same(run.algorithm, "distill --teacher t --algorithm.reference.tokenizer t")
+    assert run.sampling.top_p == 1
+    for left in (
+        "as with lmbda = 1: TRL takes 25% of the completions from the teacher's",
+        "top_p=0.95: a t",
+        "beta=0.5: of t",
+    ):
+        assert left in text
+    run, _ = read("use_uld_loss=True, teacher_tokenizer_name_or_path='s'")
+    same(run.algorithm, "distill --teacher t --algorithm.reference.tokenizer s")
+    with pytest.raises(ConfigError, match="lmbda=0 learns from the data's completions alone"):
+        read("lmbda=0.0")
+    with pytest.raises(ConfigError, match="beta=2 must be between 0 and 1"):
+        read("beta=2.0")

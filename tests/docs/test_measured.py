@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -81,7 +82,17 @@ def test_the_page_says_that_scores_follow_the_number_of_updates() -> None:
     text = measured.measured_page()
     (message,) = re.findall(r"rank correlation is (0\.\d\d) at equal tokens and (-0\.\d\d) at equal updates", text)
     assert float(message[0]) > 0.5
-    assert float(message[1]) < -0.9
+    assert float(message[1]) < -0.85
+
+
+def test_the_page_says_which_row_does_not_learn(result: dict[str, Any]) -> None:
+    assert "does not learn here" not in measured.measured_page(result)
+    changed = copy.deepcopy(result)
+    summary = next(row["summary"] for row in changed["rows"] if row["label"] == "ppo")
+    summary["equal"]["tokens"] = {"value": 0.25, "low": 0.2, "high": 0.3}
+    summary["before"] = 0.21
+    text = measured.measured_page(changed)
+    assert "- ppo does not learn here: its score is 0.250 [0.200, 0.300], and 0.210 before training ([`ppo`]" in text
 
 
 def test_the_page_shows_on_how_many_tokens_gates_acted() -> None:

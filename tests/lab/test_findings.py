@@ -26,6 +26,7 @@ THEOREMS = [
     "product_ratio",
     "kl_places",
     "gate_weights",
+    "marginal_max",
     *THEORY,
 ]
 """True in every world; the rest is a matter of fact."""
@@ -99,6 +100,20 @@ def check_preference_pairs(measured: MeasuredClaim) -> None:
     assert not measured.holds
 
 
+def check_reward_range(measured: MeasuredClaim) -> None:
+    assert not measured.holds
+    n = measured.numbers
+    for policy in ("on", "off"):
+        assert n[f"worth_middle_{policy}"] < n[f"worth_all_{policy}"] < n[f"worth_unequal_{policy}"]
+
+
+def check_teacher_bonus(measured: MeasuredClaim) -> None:
+    assert measured.holds
+    n = measured.numbers
+    assert n["bias_to go"] < 1e-10 < 0.1 < n["bias_token"] < n["bias_clipped"]
+    assert n["cosine other on 1"] < 0.8 < n["cosine taught on 1"]
+
+
 def check_rejection(measured: MeasuredClaim) -> None:
     assert not measured.holds
     n = measured.numbers
@@ -139,7 +154,10 @@ SIGNS: dict[str, Callable[[MeasuredClaim], None]] = {
     "preference_pairs": check_preference_pairs,
     "ratio_over_length": check_ratio_over_length,
     "rejection": check_rejection,
+    "reward_range": check_reward_range,
+    "running_scale": check_holds,
     "sequence_mean": check_sequence_mean,
+    "teacher_bonus": check_teacher_bonus,
     "turn_credit": check_turn_credit,
     "z_score": check_z_score,
 }
@@ -166,7 +184,10 @@ def check_claim(name: str, measured: MeasuredClaim) -> None:
         assert measured.error is None
 
 
-DEAR = ("z_score", "ratio_over_length", "turn_credit", "gae_curve", "long_chains", "kept_answers", "filtered_answers")
+DEAR = (
+    *("z_score", "ratio_over_length", "turn_credit", "gae_curve", "long_chains", "kept_answers", "filtered_answers"),
+    *("running_scale", "marginal_max", "reward_range", "teacher_bonus"),
+)
 """They take seconds."""
 
 

@@ -38,7 +38,7 @@ def encode(own: Tokenizer, text: str) -> list[int]:
 
 
 def align(own: Tokenizer, teacher: Tokenizer, ids: list[int], end: int | None = None) -> AlignedText:
-    return align_texts(TokenTexts(own), TokenTexts(teacher), ids, end)
+    return align_texts(TokenTexts(own), TokenTexts(teacher), ids, end, "tokens")
 
 
 def test_spans_of_bpe_and_unigram_by_hand() -> None:
@@ -62,6 +62,14 @@ def test_spans_that_end_with_a_word() -> None:
         assert align(own, teacher, ids).spans == smallest
         words = align_texts(TokenTexts(own), TokenTexts(teacher), ids, None, "words")
         assert words.spans == (0, 4, 4, 4, 4)
+
+
+def test_a_character_of_a_script_without_blanks_is_a_word() -> None:
+    """中 | 文 | a b: three bytes each, and a blank with its letters."""
+    ids = encode(byte_level(), "中文 ab")
+    words = align_texts(TokenTexts(byte_level()), TokenTexts(unigram("中", "文", "a", "b", "▁")), ids, None)
+    assert words.spans == (2, 2, 2, 5, 5, 5, 8, 8, 8)
+    assert words.places == (2, 5, 8, 8, 8)
 
 
 def test_the_other_way_round() -> None:
@@ -166,7 +174,7 @@ def test_the_teacher_reads_the_prompt_by_its_own_template() -> None:
         group_of(messages, [[*encode(WORDS, "he"), end], encode(WORDS, "hello")], [1, 2]),
         group_of("ab", [[*encode(WORDS, "he"), encode(WORDS, "€")[0]]], [3]),
     ]
-    batch, metrics = add_aligned_texts(batch_groups(groups), groups, WORDS, teacher)
+    batch, metrics = add_aligned_texts(batch_groups(groups), groups, WORDS, teacher, "tokens")
     stop, turn = (teacher.hf.convert_tokens_to_ids(token) for token in ("<stop>", "<turn>"))
     chat, text = [*encode(teacher, "a"), stop, turn], encode(teacher, "ab")
     assert [x.tolist() for x in batch.reference_prompts] == [chat, chat, text]

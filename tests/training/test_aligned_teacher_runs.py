@@ -102,7 +102,7 @@ def test_a_run_resumes_with_aligned_rollouts(small: Run, tmp_path: Path, other: 
 def test_a_bonus_and_a_penalty_of_the_reward(small: Run, tmp_path: Path, other: str) -> None:
     run = taught(small, tmp_path / "run", other, other)
     chain = (pg.GroupMean(), pg.GroupStd(), pg.TeacherBonus(0.2, clip=2.0))
-    reference = pg.Reference(model=other, tokenizer=other, cut="words")
+    reference = pg.Reference(model=other, tokenizer=other, cut="tokens")
     algorithm = replace(pg.GRPO, terms=(), shaping=(pg.KLInReward(0.05),), advantage=chain, reference=reference)
     train(replace(run, algorithm=algorithm, reward=small.reward), display=False)
     assert all("teacher/kl" in row for row in rows(tmp_path / "run" / "metrics.jsonl") if "objective" in row)

@@ -307,9 +307,12 @@ class Reference(Part):
     """Reward from which a completion can stand for {success}."""
     tokenizer: str | None = None
     """The tokenizer of `model` where it is not the policy's: a folder or hub id, usually the model's own.
-    Policy and teacher are then compared over the smallest spans of text that end with a token of both."""
-    cut: Literal["tokens", "words"] = choice(tokens="where tokens of both end", words="only where a word ends too")
-    """tokens: spans end where a token of both models ends; words: only where a word or digit ends too, with `tokenizer`."""
+    Policy and teacher are then compared over spans of text that end with a token of both."""
+    cut: Literal["words", "tokens"] = choice(
+        words="where tokens of both and a word end", tokens="where tokens of both end"
+    )
+    """words: spans end where tokens of both models and a word, a digit or signs end, a Chinese character and kana being words.
+    tokens: where tokens of both end, the smallest spans. With `tokenizer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -97,8 +97,10 @@ _REJECTED = {
     "capped": "ρ up to 2",
     "geometric": "geometric mask",
     "product": "product mask",
+    "k2": "k2 mask",
     "k3": "k3 mask",
 }
+_TEACHERS = {"taught": "taught by the reward", "other": "in a random direction"}
 _BEYOND = {
     "importance": "r alone",
     "kept": "CE-GPPO",
@@ -171,6 +173,21 @@ PLOTS: dict[str, ClaimPlot] = {
             "snr",
             {"random": "2 of 5 at random", "best": "best, another", "extremes": "best, worst"},
         ),
+    ),
+    "marginal_max": _plot(
+        "group size G",
+        Panel(
+            "cosine with ∇E[max R]",
+            {"cosine_own": "less the best other", "cosine_divided": "÷ std", "cosine_leave-one-out": "leave-one-out"},
+        ),
+        Panel(
+            "variance / ‖∇E[max R]‖²", {"variance_own": "less the best other", "variance_bare": "the maximum"}, log=True
+        ),
+    ),
+    "teacher_bonus": _plot(
+        "coefficient c",
+        _panel("signal-to-noise ratio along ∇J", "along", _TEACHERS),
+        _panel("cosine with ∇J", "cosine", _TEACHERS),
     ),
     "ratio_over_length": _plot(
         "longest answer (tokens)",

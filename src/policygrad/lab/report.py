@@ -16,7 +16,7 @@ import torch
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
-from policygrad.lab.findings import advantages, choices, critics, ratios
+from policygrad.lab.findings import advantages, choices, critics, ratios, scales
 from policygrad.lab.measurement import MeasuredClaim, Measurement, compare_on_off_policy
 from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
@@ -29,7 +29,7 @@ def _collect_experiments(*modules: ModuleType) -> dict[str, Experiment]:
     return {f.__name__: f for f in functions if f.__annotations__.get("return") == "MeasuredClaim"}
 
 
-CLAIMS = _collect_experiments(advantages, ratios, choices, critics)
+CLAIMS = _collect_experiments(advantages, ratios, choices, scales, critics)
 THEORY = _collect_experiments(theory)
 DYNAMICS = _collect_experiments(dynamics)
 EXPERIMENTS = CLAIMS | THEORY | DYNAMICS

@@ -28,7 +28,9 @@ from policygrad.rollout.trajectory import EpisodeGroup
 from policygrad.samplers.base import SamplingParams
 from policygrad.utils.message_parts import list_pictures
 
-_WORD = re.compile(r" ?[^\W\d_]+| ?\d| ?[^\w\s]+|_+|\s+")  # letters, a digit, or signs, with the blank before them
+_ALONE = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana, Chinese: no blanks between words
+_WORD = re.compile(rf" ?[^\W\d_{_ALONE}]+| ?[{_ALONE}]| ?\d| ?[^\w\s{_ALONE}]+|_+|\s+")
+"""Letters, a Chinese character or kana, a digit, or signs, with the blank before them."""
 _REPLACED = "\N{REPLACEMENT CHARACTER}"  # what invalid bytes decode to
 
 
@@ -51,7 +53,7 @@ class AlignedTexts(FieldProvider):
 
 
 def add_aligned_texts(
-    batch: Batch, groups: Sequence[EpisodeGroup], policy: Tokenizer, teacher: Tokenizer, cut: str = "tokens"
+    batch: Batch, groups: Sequence[EpisodeGroup], policy: Tokenizer, teacher: Tokenizer, cut: str = "words"
 ) -> tuple[Batch, Metrics]:
     """Fill what the teacher reads of single-turn completions, and their spans.
 
@@ -139,9 +141,9 @@ class TokenTexts:
 
 
 def align_texts(
-    own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: int | None, cut: str = "tokens"
+    own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: int | None, cut: str = "words"
 ) -> AlignedText:
-    """Encode the text of a completion with the teacher's tokenizer, and find the smallest spans that end with a token of both.
+    """Encode the text of a completion with the teacher's tokenizer, and find the smallest spans that end as `cut` says.
 
     A span with invalid bytes or a control token is none, and neither is what the teacher's tokenizer writes in other characters.
 

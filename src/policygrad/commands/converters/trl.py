@@ -1,7 +1,7 @@
 """TRL: the command line of its scripts and of `trl grpo`, the YAML of `--config`, and a script's own `GRPOConfig(…)`.
 
-Defaults are those of TRL at f2cd577 (trl/trainer/grpo_config.py, rloo_config.py, trl/experimental/ppo) and of transformers'
-TrainingArguments.
+Defaults are those of TRL at f2cd577 (trl/trainer/grpo_config.py, rloo_config.py, trl/experimental/ppo and gold), and those of
+transformers' TrainingArguments.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from policygrad.errors import ConfigError
 TRAINER = IMPLIED  # the script, or the class of the configuration
 PROCESSES = "num_processes"  # of accelerate
 REPLAY, REPLAY_SIZE = "replay_buffer_size", 64
+GOLD = "gold"
+TEACHER, TEACHER_TOKENIZER = "teacher_model_name_or_path", "teacher_tokenizer_name_or_path"
 _SHARED = {
     "learning_rate": 1e-6,
     "per_device_train_batch_size": 8,
@@ -102,6 +104,20 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sdpo": {**_GRPO, "temperature": 1.0},
     "sdft": {**_ALONE, "learning_rate": 2e-5},
     "distill": {**_ALONE, "teacher_model_name_or_path": None},
+    GOLD: {
+        **_ALONE,
+        "learning_rate": 1e-7,
+        "max_completion_length": 128,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "lmbda": 0.5,
+        "beta": 0.5,
+        "use_uld_loss": False,
+        "seq_kd": False,
+        "vllm_server_port": 8001,
+        TEACHER: None,
+        TEACHER_TOKENIZER: None,
+    },
 }
 SCRIPTS = {  # what a script's or a configuration's name begins with -> the trainer
     "async_grpo": "grpo",
@@ -112,6 +128,7 @@ SCRIPTS = {  # what a script's or a configuration's name begins with -> the trai
     "sdpo": "sdpo",
     "sdft": "sdft",
     "distillation": "distill",
+    "gold": GOLD,
 }
 ELSEWHERE = {  # … -> what does it here
     "sft": "policygrad sft --data FILE trains on demonstrations",
@@ -121,7 +138,6 @@ ELSEWHERE = {  # … -> what does it here
         "methods that learn from preferences are not included: use TRL, whose models policygrad reads",
     ),
     "gkd": "policygrad train distill --teacher MODEL distils on samples of the student's own",
-    "gold": "policygrad train distill --teacher MODEL distils on samples of the student's own",
     "prm": "process reward models are not trained here",
     "ssd": "self-distillation is policygrad train sdft or sdpo",
 }
@@ -167,7 +183,7 @@ def read_script(tree: ast.Module, given: list[Setting] | None = None) -> list[Se
     calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
     for call in calls:
         name = ast.unparse(call.func).rpartition(".")[2]
-        if not name.endswith("Config") or not re.match(r"(Async)?GRPO|RLOO|PPO|SDPO|SDFT|Distillation", name):
+        if not name.endswith("Config") or not re.match(r"(Async)?GRPO|RLOO|PPO|SDPO|SDFT|Distillation|GOLD", name):
             continue
         trainer = find_trainer(name)
         settings = [Setting(TRAINER, trainer, f"{name}(…)", call.lineno)]
@@ -215,6 +231,9 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
     """The algorithm of the trainer."""
     trainer = options.text(TRAINER)
     source = (TRAINER,)
+    if trainer == GOLD:
+        yield from _answer_gold(options)
+        return
     yield Line("algorithm.name", trainer, source)
     if trainer in ("grpo", "sdpo"):
         if trainer == "grpo":
@@ -224,11 +243,50 @@ def answer_algorithm(options: Options) -> Iterator[Outcome]:
     elif trainer == "ppo":
         yield from _answer_ppo(options)
     elif trainer == "distill":
-        teacher = "teacher_model_name_or_path"
-        if options.text(teacher):
-            yield Line("algorithm.reference.model", options.text(teacher), (teacher,))
+        yield _name_teacher(options)
+
+
+def _name_teacher(options: Options) -> Outcome:
+    if options.text(TEACHER):
+        return Line("algorithm.reference.model", options.text(TEACHER), (TEACHER,))
+    return Need("the teacher: --teacher MODEL")
+
+
+def _answer_gold(options: Options) -> Iterator[Outcome]:
+    """GOLD: a divergence over the vocabulary from a teacher with the same tokenizer; with `use_uld_loss` one with another."""
+    share, beta = options.number("lmbda"), options.number("beta")
+    for name, value in (("lmbda", share), ("beta", beta)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}={value:g} must be between 0 and 1: correct it there")
+    if share == 0:
+        raise ConfigError(
+            "lmbda=0 learns from the data's completions alone, which is no policy gradient: policygrad sft --data FILE does that"
+        )
+    others = "the teacher's" if options.flag("seq_kd") else "the data's"
+    note = f"as with lmbda = 1: TRL takes {1 - share:.0%} of the completions from {others}" if share < 1 else ""
+    yield Line("algorithm.name", "distill", (TRAINER, "lmbda"), note)
+    yield _name_teacher(options)
+    if options.flag("use_uld_loss"):
+        name = TEACHER_TOKENIZER if options.text(TEACHER_TOKENIZER) else TEACHER
+        note = "log-ratios of spans, over all tokens (top_p = 1); TRL compares sorted probabilities, without end tokens"
+        if options.text(name):
+            yield Line("algorithm.reference.tokenizer", options.text(name), (name, "use_uld_loss"), note)
         else:
-            yield Need("the teacher: --teacher MODEL")
+            yield Need("the teacher's tokenizer: --algorithm.reference.tokenizer MODEL", ("use_uld_loss",))
+        if "beta" in options:
+            yield Left("beta", "of the hybrid loss, or without effect: spans are compared by their log-ratio")
+        return
+    term = "algorithm.terms.ExactKLToReference"
+    yield Line("algorithm.advantage.TeacherLogRatio", None, (TRAINER,))
+    yield Line("algorithm.advantage.TeacherLogRatio.coefficient", 0.0, (TRAINER,), "the divergence is in the term")
+    yield Line(term, None, ("beta",))
+    yield Line(f"{term}.alpha", float(beta), ("beta",))
+    if options.number("top_p") < 1 or options.number("top_k") > 0:
+        yield Line(f"{term}.over", "vocabulary", ("top_p", "top_k"))
+    if TEACHER_TOKENIZER in options:
+        yield Left(TEACHER_TOKENIZER, "without use_uld_loss both models have the policy's tokenizer")
+    if "seq_kd" in options:
+        yield Left("seq_kd", "every completion is sampled by the policy")
 
 
 def _answer_grpo(options: Options) -> Iterator[Outcome]:
@@ -416,7 +474,7 @@ def _count_minibatches(options: Options) -> int:
     steps = "steps_per_generation"
     if options.get(steps) is not None:
         return max(1, options.count(steps) // accumulated)
-    if options.get("generation_batch_size") is not None:
+    if options.get("generation_batch_size") is not None and options.text(TRAINER) != GOLD:
         batch = options.positive("per_device_train_batch_size") * options.positive(PROCESSES) * accumulated
         return max(1, options.count("generation_batch_size") // batch)
     return 1
@@ -432,7 +490,10 @@ def answer_batches(options: Options) -> Iterator[Outcome]:
     device, accumulated = "per_device_train_batch_size", "gradient_accumulation_steps"
     samples, minibatches = options.positive(options.first("rloo_k", "num_generations")), _count_minibatches(options)
     whole, steps = "generation_batch_size", "steps_per_generation"
-    if options.get(whole) is not None:
+    if options.get(whole) is not None and options.text(TRAINER) == GOLD:  # prompts of a process
+        completions = options.positive(whole) * samples * options.positive(PROCESSES)
+        sources = [whole, *([PROCESSES] if PROCESSES in options else [])]
+    elif options.get(whole) is not None:
         completions, sources = options.positive(whole), [whole]
     else:
         passes = (
@@ -582,7 +643,7 @@ def answer_data(options: Options) -> Iterator[Outcome]:
         )
     elif options.get(model) is not None:
         yield Line("reward", [f"model:{options.text(model)}"], (model,), "trained by policygrad reward-model")
-    elif options.text(TRAINER) not in ("distill", "sdft"):
+    elif options.text(TRAINER) not in ("distill", "sdft", GOLD):
         yield Need("reward: the script names it in its code; --reward trl:FILE:NAME calls that function")
 
 
@@ -604,10 +665,15 @@ def answer_sampling(options: Options) -> Iterator[Outcome]:
     )
     yield options.count_line("sampling.max_tokens", tokens)
     yield options.number_line("sampling.temperature", "temperature")
-    if options.get("top_p") is not None and options.number("top_p") < 1:
-        yield options.number_line("sampling.top_p", "top_p")
-    if options.get("top_k") and options.number("top_k") > 0:
-        yield options.count_line("sampling.top_k", "top_k")
+    if options.text(TRAINER) == GOLD and options.flag("use_uld_loss"):
+        for name in ("top_p", "top_k"):
+            if name in options:
+                yield Left(name, "a teacher with another tokenizer is compared over all tokens, which are sampled from")
+    else:
+        if options.get("top_p") is not None and options.number("top_p") < 1:
+            yield options.number_line("sampling.top_p", "top_p")
+        if options.get("top_k") and options.number("top_k") > 0:
+            yield options.count_line("sampling.top_k", "top_k")
     if options.flag("use_vllm"):
         yield Line("sampler.engine", "vllm", ("use_vllm",))
         mode, url = "vllm_mode", "vllm_server_base_url"
@@ -635,7 +701,7 @@ RULES = (
         f"{TRAINER} loss_type scale_rewards importance_sampling_level beta epsilon* delta sapo_temperature_* "
         "entropy_coef top_entropy_quantile off_policy_mask_threshold vllm_importance_sampling_* "
         "mask_truncated_completions replay_buffer_size sync_ref_model ref_model_sync_steps normalize_advantages kl_coef cliprange* "
-        "vf_coef gamma lam teacher_model_name_or_path",
+        "vf_coef gamma lam teacher_model_name_or_path teacher_tokenizer_name_or_path use_uld_loss lmbda seq_kd",
         answer_algorithm,
     ),
     Rule(

@@ -34,6 +34,7 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "mean 1": (TruncatedIS(2.0, "sequence", normalise=True),),
     "geometric": (MismatchMask("ratio", "mean", 1.1),),
     "product": (MismatchMask("ratio", "sum", 1.3),),
+    "k2": (MismatchMask("k2", "mean", 0.01),),
     "k3": (MismatchMask("k3", "mean", 0.01),),
     "weighed": (MismatchMask("ratio", "mean", 1.1), TruncatedIS(math.inf, "sequence")),
 }
@@ -57,7 +58,7 @@ def rejection(seed: int = 0) -> MeasuredClaim:
         for name, parts in CORRECTIONS.items():
             algorithm = with_advantage(RunningMean(), corrections=parts)
             figures[name].append(exact_figures(algorithm, setting, 2))
-    masks = ("geometric", "product", "k3")
+    masks = ("geometric", "product", "k2", "k3")
     holds = all(m.bias < n.bias for name in masks for m, n in zip(figures[name], figures["none"], strict=True))
 
     def numbers(name: str, field: str) -> str:
@@ -70,14 +71,15 @@ def rejection(seed: int = 0) -> MeasuredClaim:
         holds,
         f"{join_numbers(DISTANCES, 'g', ' / ')} nats per completion from the sampler, the bias is {numbers('none', 'bias')} of "
         f"‖∇J‖ without a correction, {numbers('geometric', 'bias')} with completions rejected by the geometric mean of ρ beyond "
-        f"1.1 ({' / '.join(map(format_percent, rejected))} of them), {numbers('product', 'bias')} by its product beyond 1.3 and "
+        f"1.1 ({' / '.join(map(format_percent, rejected))} of them), which is a mean k1 beyond 0.095, "
+        f"{numbers('product', 'bias')} by its product beyond 1.3, the sum of k1, {numbers('k2', 'bias')} by a mean k2 and "
         f"{numbers('k3', 'bias')} by a mean k3 above 0.01: {result}. The cosine with ∇J, which leaves the length aside, is "
-        f"{numbers('none', 'cosine')} without and {numbers('geometric', 'cosine')}, {numbers('product', 'cosine')} and "
-        f"{numbers('k3', 'cosine')} with them. Weights have less bias: {numbers('capped', 'bias')} with ρ per token up to 2, "
-        f"{numbers('bounded below', 'bias')} with a lower bound of 0.5 too, {numbers('mean 1', 'bias')} with ρ per completion and "
-        f"the mean 1. The variance is {numbers('none', 'variance')} without, {numbers('geometric', 'variance')} by the geometric "
-        f"mask and {numbers('capped', 'variance')} weighed; masked and weighed by the whole product, the bias is "
-        f"{numbers('weighed', 'bias')}.",
+        f"{numbers('none', 'cosine')} without and {numbers('geometric', 'cosine')}, {numbers('product', 'cosine')}, "
+        f"{numbers('k2', 'cosine')} and {numbers('k3', 'cosine')} with them. Weights have less bias: {numbers('capped', 'bias')} "
+        f"with ρ per token up to 2, {numbers('bounded below', 'bias')} with a lower bound of 0.5 too, {numbers('mean 1', 'bias')} "
+        f"with ρ per completion and the mean 1. The variance is {numbers('none', 'variance')} without, "
+        f"{numbers('geometric', 'variance')} by the geometric mask and {numbers('capped', 'variance')} weighed; masked and "
+        f"weighed by the whole product, the bias is {numbers('weighed', 'bias')}.",
         {f"bias_{name}_{kl:g}": f.bias for name, v in figures.items() for kl, f in zip(DISTANCES, v, strict=True)},
         curves={
             "kl": DISTANCES,
@@ -218,7 +220,7 @@ def preference_pairs(seed: int = 0) -> MeasuredClaim:
     world = setting.world
     graded = replace(setting, world=replace(world, reward=sample_normal(world.reward.shape, 1.0, seed + 3) ** 3))
     of_order, of_size = (exact_figures(chain, graded, 2) for chain in (pairs, plain))
-    best = replace(setting, theta=_best_policy(setting, beta), reference=setting.theta)
+    best = replace(setting, theta=find_best_policy(setting, beta), reference=setting.theta)
     at_start, at_best = (
         float(estimate_gradients(pairs, x, enumerate_steps(x, 2)).mean.norm()) for x in (setting, best)
     )
@@ -236,7 +238,7 @@ def preference_pairs(seed: int = 0) -> MeasuredClaim:
     )
 
 
-def _best_policy(setting: LabSetting, beta: float) -> Tensor:
+def find_best_policy(setting: LabSetting, beta: float) -> Tensor:
     """Return θ of π* ∝ π_ref·e^{R/β}, for a policy with a logit for each token after each prefix: its soft values as logits."""
     world = setting.world
     soft = world.values(setting.theta, (world.reward.flatten() / beta).exp()[:, None].expand(world.mask.shape)).log()
