@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -324,7 +327,7 @@ class Fault:
         heal: Called `seconds` later.
         goes_on: Whether the run must go on.
         ends_in: Seconds in which it must end if it does not go on.
-        names: A word of the message with which it then ends; empty = the other host's name.
+        names: What the message with which it then ends must have, an expression; empty = the other host's name.
         more: Options of the run, by its kind.
         env: Variables of a host from the start.
         prepare: Called on the laboratory before the programs start.
@@ -459,7 +462,7 @@ FAULTS = {
         "the disk of the run's folder is full",
         lambda lab, kind, programs: fill(lab.hosts[0], kind.folder / "runs"),
         goes_on=NEITHER,
-        names="No space left",
+        names="No space left|the disk is full",
         prepare=small_disk,
         own_disk=True,
     ),
@@ -676,7 +679,7 @@ def measure(kind: Any, name: str) -> Outcome:
         broken.append(f"it {'went on' if went_on else 'ended'} (exit codes {codes})")
     (kind.folder / "slow").unlink(missing_ok=True)
     if not went_on:
-        if words not in said:
+        if not re.search(words, said):
             broken.append(f"no message names {words}")
         kind.more = ()
         with Laboratory(kind.hosts, disk=kind.disk) as lab:
@@ -695,9 +698,11 @@ def seen_steps(lab: Laboratory, run: Path) -> int:
     return count_steps(Path(f"/proc/{lab.hosts[0].pid}/root{run}")) if lab.hosts[0].pid else 0
 
 
-def last_words(said: str, word: str) -> str:
-    """Return the last line with this word, but for those of torchrun's own summary."""
-    lines = [line.strip() for line in said.splitlines() if word in line and not line.strip().startswith("host ")]
+def last_words(said: str, words: str) -> str:
+    """Return the last line that matches, but for those of torchrun's own summary."""
+    lines = [
+        line.strip() for line in said.splitlines() if re.search(words, line) and not line.strip().startswith("host ")
+    ]
     return lines[-1][:400] if lines else ""
 
 
@@ -1046,7 +1051,13 @@ def publish(folder: Path) -> None:
 
 
 def write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace rows of the results: those of the same kind and fault."""
+    """Replace rows of the results: those of the same kind and fault. One process at a time."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _write(part, rows)
+
+
+def _write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results |= {
         "made_by": "python scripts/measure_hosts.py",
@@ -1055,7 +1066,8 @@ def write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     }
     keys = ("kind", "fault") if part == "faults" else ("program", "listens")
     old = [row for row in results.get(part, []) if all(any(row[k] != new[k] for k in keys) for new in rows)]
-    results[part] = [*old, *rows]
+    kinds = list(KINDS)
+    results[part] = sorted([*old, *rows], key=lambda row: kinds.index(row["kind"]) if part == "faults" else 0)
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -1066,7 +1078,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=known, choices=known)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--folder", type=Path, help="keep files here; default: a temporary folder")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many of --only are measured at a time, each by a process"
+    )
     options = parser.parse_args()
+    if options.jobs > 1:
+        more = ["--faults", *options.faults, *(["--folder", str(options.folder)] if options.folder else [])]
+        argv = [[PYTHON, __file__, "--only", part, *more] for part in options.only]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            return max(pool.map(subprocess.call, argv))
     if reason := why_not():
         print(f"error: {reason}", file=sys.stderr)
         return 2
