@@ -950,7 +950,7 @@ def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[
         rows += measure_torchrun(folder, words)
     for name, token in ((RAY_OPEN, {}), (RAY_CLOSED, RAY_TOKEN)):
         if (RAY / "ray").exists() and (names is None or name in names):
-            rows += measure_ray(folder, token)
+            rows += measure_ray(token)
     for listener in listeners:
         with Laboratory(2) as lab:
             host, stranger = lab.hosts
@@ -992,10 +992,11 @@ print("executed on", ray.get(ray.remote(lambda: socket.gethostname()).remote()))
 """
 
 
-def measure_ray(folder: Path, token: Mapping[str, str]) -> list[Socket]:
+def measure_ray(token: Mapping[str, str]) -> list[Socket]:
     """Have a third host, which has no token, try every port of a Ray cluster of two, and send it a function to execute."""
     program, command = (RAY_CLOSED if token else RAY_OPEN), "ray start --head; ray start --address HOST:6379"
-    with Laboratory(3, disk="1g") as lab:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made, Laboratory(3, disk="1g") as lab:
+        folder = Path(made)  # not below /tmp, of which each host has its own
         for index in (0, 1):
             start_ray(lab, index, folder, dashboard=True, token=token)
         found = Stranger(lab.hosts[2]).ask(*((host, ("GET / HTTP/1.0",)) for host in lab.hosts[:2]))
@@ -1004,6 +1005,7 @@ def measure_ray(folder: Path, token: Mapping[str, str]) -> list[Socket]:
             lab.hosts[2], [str(RAY / "python"), "-c", code], folder, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}
         )
         intruder.wait()
+        entered = "executed on host" in intruder.said
     rows = []
     for where in ("every address", "the named address", "loopback"):
         answers = sorted({answer for host, at, _, said in found for answer in said if name_address(host, at) == where})
@@ -1011,7 +1013,6 @@ def measure_ray(folder: Path, token: Mapping[str, str]) -> list[Socket]:
         rows.append(
             Socket(program, command, where, ", ".join(answers), [f"another host is answered {answers}"] * wrong)
         )
-    entered = "executed on host" in intruder.said
     wrong = bool(entered and token)
     answer = "it is executed" if entered else "refused"
     rows.append(Socket(program, command, "ray://, to which a function is sent", answer, ["it is executed"] * wrong))
