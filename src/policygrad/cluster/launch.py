@@ -61,6 +61,7 @@ def train_on_cluster(
 
     Raises:
         PolicygradError: Ray or the cluster is missing or has too few resources, or the training raises it.
+        HangError: Ray's head, or learner 0's machine, is gone. Without its head Ray cannot end: the process then ends by os._exit.
     """
     if run.object_options:
         raise RunError(
