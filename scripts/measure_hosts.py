@@ -1,12 +1,13 @@
 """Faults between hosts, and what listens where: namespaces of this machine (scripts/hosts.py); docs/results/hosts.json.
 
-    sudo python scripts/measure_hosts.py [--only listening|ranks|engine …] [--faults NAME …] [--folder DIR]
+    sudo python scripts/measure_hosts.py [--only listening|ranks|engine|ray|ray-head …] [--faults NAME …] [--folder DIR]
 
-Two hosts train together. `ranks`: torchrun with a process on each. `engine`: the learner on host0, a server of llama.cpp that
-samples on host1. At its third step the run has a fault. It must go on, or end within the stated time with a message that
-names the other host, and go on where `--resume` is called. Either way it has the completions and the weights of a run without a
-fault, to the bit: nothing was lost, and nothing sampled or trained with other weights. `listening`: every program that listens,
-with its sockets as `ss` lists them, each tried from another host that has no key.
+Hosts train together. `ranks`: torchrun with a process on each of two. `engine`: the learner on host0, a server of llama.cpp that
+samples on host1. `ray`: a Ray cluster of three, if Ray is installed (`make .environments/ray/.installed`). At its third step the
+run has a fault. It must go on, or end within the stated time with a message that names the other host, and go on where `--resume`
+is called. Either way it has the completions and the weights of a run without a fault, to the bit: nothing was lost, and nothing
+sampled or trained with other weights. `listening`: every program that listens, with its sockets as `ss` lists them, each tried
+from another host that has no key.
 
 What is measured replaces its part of the file; the rest stays. Exit code 1: a promise does not hold; the results name it.
 """
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,13 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hosts import Host, Laboratory, Link, why_not
+from hosts import Host, Laboratory, Link, address_of, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "hosts.json"
@@ -117,17 +121,18 @@ def start_everywhere(lab: Laboratory, argv: Sequence[str], folder: Path, **env: 
 
 
 REWARD = """
+import os
 import time
 
 def letters(prompts, completions, **columns):
     '''Another for every other text, so that each step moves the weights; slow, so that a fault strikes between two.'''
-    time.sleep(0.3)
+    time.sleep(8 if os.path.exists("slow") else 0.3)
     return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
 STEPS = 5
 
 
-def prepare(folder: Path) -> list[str]:
+def prepare(folder: Path, context: int = 256) -> list[str]:
     """Write a model of 30k parameters, a task and a reward; return the words of the command that trains it."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -143,7 +148,7 @@ def prepare(folder: Path) -> list[str]:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -199,6 +204,7 @@ class Ranks:
 
     name, other = "ranks", "host1"
     what = "between two ranks (torchrun)"
+    hosts, disk = 2, None
 
     def __init__(self, folder: Path, begin: Sequence[str], more: Sequence[str] = ()) -> None:
         self.folder, self.begin, self.more = folder, begin, more
@@ -218,6 +224,7 @@ class Engine:
 
     name, other = "engine", "host1:8000"
     what = "between learner and engine (HTTP)"
+    hosts, disk = 2, None
 
     def __init__(self, folder: Path, begin: Sequence[str], more: Sequence[str] = ()) -> None:
         self.folder, self.begin, self.more = folder, begin, more
@@ -252,6 +259,62 @@ class Engine:
         return start(lab.hosts[host], [*words, *options.split()], self.folder, SAMPLER_KEY | dict(env))
 
 
+RAY = ROOT / ".environments" / "ray" / "bin"
+RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
+RAY_HOST = {"RAY_worker_niceness": "0", **SAMPLER_KEY}  # actors have the variables of `ray start`
+
+
+class Ray:
+    """Real Ray on three hosts: the command and the learner on host0, Ray's head on host1, a sampler on host2."""
+
+    name, other = "ray", "host2"
+    what = "between the hosts of a Ray cluster: command and learner on host0, Ray's head on host1, a sampler on host2"
+    hosts, disk, command = 3, "1g", 0
+    room = False  # whether host2 has room for another learner
+
+    def __init__(self, folder: Path, begin: Sequence[str], more: Sequence[str] = ()) -> None:
+        self.folder, self.begin, self.more = folder, begin, more
+
+    def start(self, lab: Laboratory, run: Path, env: Mapping[int, Mapping[str, str]]) -> list[Program]:
+        """Start Ray, and begin the run or go on with it; return the programs, the command first."""
+        words = ["train", "--resume", str(run)] if run.exists() else [*self.begin, "--output", str(run)]
+        cluster = f"--cluster {address_of(1)}:6379 --cluster.cpus 1 --cluster.rewards 0".split()
+        if "--cluster.timeout" not in self.more:
+            cluster += ["--cluster.timeout", "120"]
+        argv = [str(RAY / "python"), "-m", "policygrad", *words, *always(self.folder), *cluster, *self.more]
+        nodes = [start_ray(lab, 1, self.folder, 1, cpus=0), start_ray(lab, 0, self.folder, 1, cpus=1)]
+        command = start(lab.hosts[self.command], argv, self.folder, RAY_HOST | RAY_TOKEN)
+        # the learner has taken the only CPU, so that the sampler's will be that of the next host
+        command.wait_for(lambda: "waiting " in command.said, "wait for a CPU")
+        return [command, *nodes, start_ray(lab, 2, self.folder, 1, cpus=2 if self.room else 1)]
+
+
+class RayFromHead(Ray):
+    """The same, with the command on the host of Ray's head."""
+
+    name, command = "ray-head", 1
+    what = "between the hosts of a Ray cluster, with the command beside Ray's head"
+
+
+def start_ray(
+    lab: Laboratory,
+    host: int,
+    folder: Path,
+    head: int = 0,
+    cpus: int = 2,
+    dashboard: bool = False,
+    token: Mapping[str, str] = RAY_TOKEN,
+) -> Program:
+    """Start Ray on a host, as a cluster's head or as a member of it, and wait until it is there."""
+    first = ["--head", "--port=6379", f"--include-dashboard={str(dashboard).lower()}"]
+    place = first if host == head else [f"--address={address_of(head)}:6379"]
+    common = [f"--num-cpus={cpus}", "--block", "--object-store-memory=100000000", "--disable-usage-stats"]
+    argv = [str(RAY / "ray"), "start", *place, f"--node-ip-address={address_of(host)}", *common]
+    program = start(lab.hosts[host], argv, folder, {"RAY_AUTH_MODE": "disabled", **RAY_HOST, **token})
+    program.wait_for(lambda: "Ray runtime started" in program.said, "Ray")
+    return program
+
+
 # --- faults
 
 
@@ -264,10 +327,12 @@ class Fault:
         heal: Called `seconds` later.
         goes_on: Whether the run must go on.
         ends_in: Seconds in which it must end if it does not go on.
-        names: A word of the message with which it then ends; empty = the other host's name.
+        names: What the message with which it then ends must have, an expression; empty = the other host's name.
         more: Options of the run, by its kind.
         env: Variables of a host from the start.
         prepare: Called on the laboratory before the programs start.
+        own_disk: The run's folder is on a disk that ends with the laboratory.
+        room: Another machine of the cluster has room for the learner.
         only: The kinds of run that can have it.
     """
 
@@ -280,7 +345,9 @@ class Fault:
     names: str = ""
     more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     env: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    prepare: Callable[[Laboratory, Path], None] = lambda lab, folder: None
+    prepare: Callable[[Laboratory, Path], object] = lambda lab, folder: None
+    own_disk: bool = False
+    room: bool = False
     only: tuple[str, ...] = ("ranks", "engine")
 
 
@@ -296,6 +363,15 @@ def cut(lab: Laboratory, kind: Any, programs: list[Program]) -> None:
     lab.cut([0], [1])
 
 
+def part(one: int, *others: int) -> Callable[[Laboratory, Any, list[Program]], None]:
+    return lambda lab, kind, programs: lab.cut([one], others)
+
+
+def cut_slow(lab: Laboratory, kind: Any, programs: list[Program]) -> None:
+    (kind.folder / "slow").touch()  # so that the run does not end before the silence is noticed
+    lab.cut([0], [1])
+
+
 def slow(link: Link) -> Callable[[Laboratory, Any, list[Program]], None]:
     return lambda lab, kind, programs: lab.set_link(link)
 
@@ -307,9 +383,31 @@ def move(lab: Laboratory, kind: Any, programs: list[Program]) -> None:
 
 
 def small_disk(lab: Laboratory, folder: Path) -> None:
-    """Mount a disk of its own, on host0 alone, where the run's folder will be."""
-    (folder / "runs").mkdir(exist_ok=True)
-    lab.hosts[0].run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(folder / "runs")], check=True)
+    """Mount a disk of host0 where the run's folder will be; the other hosts see it as a network file system."""
+    where = folder / "runs"
+    where.mkdir(exist_ok=True)
+    lab.hosts[0].run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(where)], check=True)
+    for host in lab.hosts[1:]:
+        share = [PYTHON, "-S", "-c", SHARE, str(lab.hosts[0].pid), str(host.pid), str(where)]
+        subprocess.run(share, check=True)
+
+
+SHARE = """
+import ctypes, os, sys
+
+def call(number, *arguments):
+    result = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+source, target = (os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY) for pid in sys.argv[1:3])
+where = sys.argv[3].encode()
+call(308, source, 0x20000)  # setns
+tree = call(428, -100, where, 0x1 | 0x80000)  # open_tree: a copy of the mount
+call(308, target, 0x20000)
+call(429, tree, b"", -100, where, 0x4)  # move_mount
+"""
 
 
 FAULTS = {
@@ -362,17 +460,101 @@ FAULTS = {
     "address": Fault("the other host has another address", move, goes_on={"ranks": False, "engine": True}, more=SHORT),
     "disk": Fault(
         "the disk of the run's folder is full",
-        lambda lab, kind, programs: fill(lab, kind.folder),
+        lambda lab, kind, programs: fill(lab.hosts[0], kind.folder / "runs"),
         goes_on=NEITHER,
-        names="No space left",
+        names="No space left|the disk is full",
         prepare=small_disk,
-        only=("engine",),
+        own_disk=True,
+    ),
+    "temporary disk": Fault(
+        "the other host's /tmp is full",
+        lambda lab, kind, programs: fill(lab.hosts[1], Path("/tmp")),
+        goes_on=BOTH,
+        prepare=lambda lab, folder: lab.hosts[1].run(
+            ["mount", "-t", "tmpfs", "-o", "size=64m", "none", "/tmp"], check=True
+        ),
+    ),
+    "head cut 5 s": Fault(
+        "host0 and Ray's head are cut off from each other for 5 s",
+        part(0, 1),
+        seconds=5,
+        goes_on={"ray": True},
+        only=("ray",),
+    ),
+    "head cut": Fault(
+        "host0 and Ray's head are cut off from each other for ever, in steps of 9 s",
+        cut_slow,
+        goes_on={"ray": False},
+        names=f"Ray's head at {address_of(1)}:6379 has not answered for 10 s",
+        more={"ray": ("--cluster.timeout", "10")},
+        only=("ray",),
+    ),
+    "head dies": Fault(
+        "the host of Ray's head loses its power, eight seconds before the run's end",
+        lambda lab, kind, programs: lab.power_off(1),
+        goes_on={"ray": True},
+        more={"ray": ("--cluster.timeout", "20")},
+        only=("ray",),
+    ),
+    "sampler cut 5 s": Fault(
+        "learner and sampler are cut off from each other for 5 s",
+        part(0, 2),
+        seconds=5,
+        goes_on={"ray": True},
+        only=("ray",),
+    ),
+    "sampler cut": Fault(
+        "learner and sampler are cut off from each other for ever",
+        part(0, 2),
+        goes_on={"ray": False},
+        names=address_of(2),
+        more={"ray": ("--cluster.timeout", "20")},
+        only=("ray",),
+    ),
+    "sampler dies": Fault(
+        "the sampler's host loses its power",
+        lambda lab, kind, programs: lab.power_off(2),
+        goes_on={"ray": False},
+        names=address_of(2),
+        more={"ray": ("--cluster.timeout", "20")},
+        only=("ray",),
+    ),
+    "ray delay": Fault("200 ms of delay each way", slow(Link(delay=0.2)), goes_on={"ray": True}, only=("ray",)),
+    "ray loss": Fault("5 % of the packets are lost", slow(Link(loss=0.05)), goes_on={"ray": True}, only=("ray",)),
+    "ray rate": Fault(
+        "1 Mbit/s, also while weights are sent", slow(Link(rate=1e6)), goes_on={"ray": True}, only=("ray",)
+    ),
+    "learner cut": Fault(
+        "the learner's host is cut off from the others for ever",
+        part(0, 1, 2),
+        goes_on={"ray-head": False},
+        ends_in=180.0,
+        names=f"the machine of learner 0, {address_of(0)}, is gone",
+        more={"ray-head": ("--cluster.timeout", "20")},
+        only=("ray-head",),
+    ),
+    "learner cut, with room": Fault(
+        "the learner's host is cut off from the others for ever, and host2 has room for the learner",
+        part(0, 1, 2),
+        goes_on={"ray-head": True},
+        more={"ray-head": ("--cluster.timeout", "20")},
+        only=("ray-head",),
+        room=True,
+    ),
+    "learner dies": Fault(
+        "the learner's host loses its power",
+        lambda lab, kind, programs: lab.power_off(0),
+        goes_on={"ray-head": False},
+        ends_in=180.0,
+        names=f"the machine of learner 0, {address_of(0)}, is gone",
+        more={"ray-head": ("--cluster.timeout", "20")},
+        only=("ray-head",),
     ),
 }
 
 
-def fill(lab: Laboratory, folder: Path) -> None:
-    lab.hosts[0].run(["dd", "if=/dev/zero", f"of={folder / 'runs' / 'filler'}", "bs=1M"])
+def fill(host: Host, folder: Path) -> None:
+    host.run(["dd", "if=/dev/zero", f"of={folder / 'filler'}", "bs=1M"])
 
 
 # --- one fault
@@ -447,7 +629,7 @@ def undisturbed(kind: Any) -> str:
     """Return the digest of a run without a fault, which is measured once."""
     run = kind.folder / f"without-{kind.name}"
     if not run.exists():
-        with Laboratory(2) as lab:
+        with Laboratory(kind.hosts, disk=kind.disk) as lab:
             first, *_ = programs = kind.start(lab, run, {})
             if first.wait():
                 raise RuntimeError("\n".join(one.said for one in programs))
@@ -460,9 +642,9 @@ def measure(kind: Any, name: str) -> Outcome:
     expected = undisturbed(kind)
     run = kind.folder / "runs" / f"{kind.name}-{name.replace(' ', '-')}"
     run.parent.mkdir(exist_ok=True)
-    kind.more = fault.more.get(kind.name, ())
+    kind.more, kind.room = fault.more.get(kind.name, ()), fault.room
     goes_on, broken = fault.goes_on[kind.name], list[str]()
-    with Laboratory(2) as lab:
+    with Laboratory(kind.hosts, disk=kind.disk) as lab:
         fault.prepare(lab, kind.folder)
         programs = kind.start(lab, run, fault.env)
         first = programs[0]
@@ -485,21 +667,22 @@ def measure(kind: Any, name: str) -> Outcome:
                 broken.append(str(error).partition(" and said")[0].partition("; it said")[0])
         seconds = time.monotonic() - struck
         said = "".join(one.said for one in ending)
-        if fault.only == ("engine",):  # its disk ends with the host
+        if fault.own_disk:
             lab.hosts[0].run(["rm", "-f", str(run.parent / "filler")])
             lab.hosts[0].run(["cp", "-r", str(run), str(kind.folder / "saved")], check=True)
-    if fault.only == ("engine",):
+    if fault.own_disk:
         shutil.move(kind.folder / "saved", run)
     went_on = codes[0] == 0
     words = fault.names or kind.other
     line = "" if went_on else last_words(said, words).replace(f"{kind.folder}/", "")
     if went_on is not goes_on:
         broken.append(f"it {'went on' if went_on else 'ended'} (exit codes {codes})")
+    (kind.folder / "slow").unlink(missing_ok=True)
     if not went_on:
-        if words not in said:
+        if not re.search(words, said):
             broken.append(f"no message names {words}")
         kind.more = ()
-        with Laboratory(2) as lab:
+        with Laboratory(kind.hosts, disk=kind.disk) as lab:
             again, *_ = programs = kind.start(lab, run, {})
             if again.wait():
                 broken.append(f"it cannot be resumed: {again.said[-300:]}")
@@ -515,13 +698,15 @@ def seen_steps(lab: Laboratory, run: Path) -> int:
     return count_steps(Path(f"/proc/{lab.hosts[0].pid}/root{run}")) if lab.hosts[0].pid else 0
 
 
-def last_words(said: str, word: str) -> str:
-    """Return the last line with this word, but for those of torchrun's own summary."""
-    lines = [line.strip() for line in said.splitlines() if word in line and not line.strip().startswith("host ")]
+def last_words(said: str, words: str) -> str:
+    """Return the last line that matches, but for those of torchrun's own summary."""
+    lines = [
+        line.strip() for line in said.splitlines() if re.search(words, line) and not line.strip().startswith("host ")
+    ]
     return lines[-1][:400] if lines else ""
 
 
-KINDS: Mapping[str, type[Any]] = {"ranks": Ranks, "engine": Engine}
+KINDS: Mapping[str, type[Any]] = {one.name: one for one in (Ranks, Engine, Ray, RayFromHead)}
 
 
 def measure_faults(kind: str, names: Sequence[str], folder: Path) -> Iterator[Outcome]:
@@ -670,7 +855,7 @@ def try_port(address, port, requests):
                 first = connection.recv(4096).decode(errors="replace").split("\\r\\n")[0]
                 status = first.split(" ")[1] if first.startswith("HTTP/") else ""
                 path = request.split(" ")[1].strip("/").split("/")[-1]
-                said.append(f"{status} {path}" if status == "200" else status or "closed")
+                said.append(f"{status} {path or '/'}" if status == "200" else status or "closed")
         except ConnectionRefusedError:
             said.append("refused")
         except TimeoutError:
@@ -704,17 +889,24 @@ class Socket:
 
 
 def sockets(host: Host) -> list[tuple[str, int]]:
-    """Return the addresses and ports at which a host listens, as ss lists them."""
+    """Return the addresses and ports at which a host listens, as ss lists them; of a port also outside loopback, only there."""
     said = host.run(["ss", "-Hltn"], check=True).stdout
     places = [line.split()[3].rpartition(":") for line in said.splitlines()]
-    return sorted({(at.strip("[]").partition("%")[0], int(port)) for at, _, port in places})
+    found = {(at.strip("[]").partition("%")[0], int(port)) for at, _, port in places}
+    outside = {port for at, port in found if not is_loopback(at)}
+    return sorted((at, port) for at, port in found if not is_loopback(at) or port not in outside)
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 class Stranger:
     """A host without a key that tries every port at which another one listens."""
 
     def __init__(self, host: Host) -> None:
-        self._process = host.start([PYTHON, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = host.start([PYTHON, "-c", STRANGER], **pipes)
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it takes longest to import torch
 
@@ -732,8 +924,8 @@ class Stranger:
 
 def judge(listener: Listener, host: Host, at: str, answers: Sequence[str]) -> Socket:
     """Say what a socket is, and whether it may be like that."""
-    local = at.startswith("127.") or at == "::1"
-    where = "loopback" if local else "the named address" if at == host.address else "every address"
+    local = is_loopback(at)
+    where = name_address(host, at)
     broken = []
     if not local and not (listener.named and at == host.address):
         broken.append(f"it listens at {at}")
@@ -741,7 +933,7 @@ def judge(listener: Listener, host: Host, at: str, answers: Sequence[str]) -> So
         broken.append(f"another host is answered {answers}")
     broken += [f"a stranger is answered {one}" for one in answers if not local and not one.startswith(listener.allowed)]
     command = shlex.join(word for word in listener.argv if word not in POLICYGRAD[:2])
-    return Socket(listener.program, command, f"{where}", ", ".join(dict.fromkeys(answers)), broken)
+    return Socket(listener.program, command, where, ", ".join(dict.fromkeys(answers)), broken)
 
 
 def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[Socket]:
@@ -756,6 +948,9 @@ def measure_listening(folder: Path, names: Sequence[str] | None = None) -> list[
     rows = list[Socket]()
     if names is None or TORCHRUN in names:
         rows += measure_torchrun(folder, words)
+    for name, token in ((RAY_OPEN, {}), (RAY_CLOSED, RAY_TOKEN)):
+        if (RAY / "ray").exists() and (names is None or name in names):
+            rows += measure_ray(token)
     for listener in listeners:
         with Laboratory(2) as lab:
             host, stranger = lab.hosts
@@ -789,6 +984,45 @@ def measure_torchrun(folder: Path, words: Sequence[str]) -> list[Socket]:
     return [replace(row, command="torchrun …", broken=[*row.broken, *broken]) for row in merge(rows)]
 
 
+RAY_OPEN, RAY_CLOSED = "ray start, without a token", "ray start, with RAY_AUTH_MODE=token"
+INTRUDER = """
+import socket, ray
+ray.init("ray://HOST:10001", logging_level="error")
+print("executed on", ray.get(ray.remote(lambda: socket.gethostname()).remote()))
+"""
+
+
+def measure_ray(token: Mapping[str, str]) -> list[Socket]:
+    """Have a third host, which has no token, try every port of a Ray cluster of two, and send it a function to execute."""
+    program, command = (RAY_CLOSED if token else RAY_OPEN), "ray start --head; ray start --address HOST:6379"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made, Laboratory(3, disk="1g") as lab:
+        folder = Path(made)  # not below /tmp, of which each host has its own
+        for index in (0, 1):
+            start_ray(lab, index, folder, dashboard=True, token=token)
+        found = Stranger(lab.hosts[2]).ask(*((host, ("GET / HTTP/1.0",)) for host in lab.hosts[:2]))
+        code = INTRUDER.replace("HOST", lab.hosts[0].address)
+        intruder = start(
+            lab.hosts[2], [str(RAY / "python"), "-c", code], folder, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}
+        )
+        intruder.wait()
+        entered = "executed on host" in intruder.said
+    rows = []
+    for where in ("every address", "the named address", "loopback"):
+        answers = sorted({answer for host, at, _, said in found for answer in said if name_address(host, at) == where})
+        wrong = where == "loopback" and answers != ["refused"]
+        rows.append(
+            Socket(program, command, where, ", ".join(answers), [f"another host is answered {answers}"] * wrong)
+        )
+    wrong = bool(entered and token)
+    answer = "it is executed" if entered else "refused"
+    rows.append(Socket(program, command, "ray://, to which a function is sent", answer, ["it is executed"] * wrong))
+    return rows
+
+
+def name_address(host: Host, address: str) -> str:
+    return "loopback" if is_loopback(address) else "the named address" if address == host.address else "every address"
+
+
 def merge(rows: Sequence[Socket]) -> list[Socket]:
     """Return sockets that are alike once."""
     alike: dict[tuple[str, str, str, str], Socket] = {}
@@ -818,7 +1052,13 @@ def publish(folder: Path) -> None:
 
 
 def write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace rows of the results: those of the same kind and fault."""
+    """Replace rows of the results: those of the same kind and fault. One process at a time."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _write(part, rows)
+
+
+def _write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results |= {
         "made_by": "python scripts/measure_hosts.py",
@@ -827,23 +1067,34 @@ def write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     }
     keys = ("kind", "fault") if part == "faults" else ("program", "listens")
     old = [row for row in results.get(part, []) if all(any(row[k] != new[k] for k in keys) for new in rows)]
-    results[part] = [*old, *rows]
+    kinds = list(KINDS)
+    results[part] = sorted([*old, *rows], key=lambda row: kinds.index(row["kind"]) if part == "faults" else 0)
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="Faults between hosts, and what listens where.")
-    parser.add_argument("--only", nargs="*", default=["listening", *KINDS], choices=["listening", *KINDS])
+    known = ["listening", *KINDS]
+    parser.add_argument("--only", nargs="*", default=known, choices=known)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--folder", type=Path, help="keep files here; default: a temporary folder")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many of --only are measured at a time, each by a process"
+    )
     options = parser.parse_args()
+    if options.jobs > 1:
+        more = ["--faults", *options.faults, *(["--folder", str(options.folder)] if options.folder else [])]
+        argv = [[PYTHON, __file__, "--only", part, *more] for part in options.only]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            return max(pool.map(subprocess.call, argv))
     if reason := why_not():
         print(f"error: {reason}", file=sys.stderr)
         return 2
     wrong = 0
     with contextlib.ExitStack() as stack:
-        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # not below /tmp, of which hosts with Ray or a full disk have their own
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
         if "listening" in options.only:
             (folder / "listening").mkdir(parents=True, exist_ok=True)
             rows = [asdict(row) for row in measure_listening(folder / "listening")]
@@ -852,6 +1103,9 @@ def main() -> int:
             write("listening", rows)
             wrong += sum(bool(row["broken"]) for row in rows)
         for kind in [name for name in KINDS if name in options.only]:
+            if issubclass(KINDS[kind], Ray) and not (RAY / "ray").exists():
+                print(f"{kind}: left out: no Ray; make .environments/ray/.installed", file=sys.stderr)
+                continue
             (folder / kind).mkdir(parents=True, exist_ok=True)
             for outcome in measure_faults(kind, options.faults, folder / kind):
                 print(json.dumps(asdict(outcome), ensure_ascii=False), flush=True)

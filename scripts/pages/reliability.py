@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -108,7 +109,7 @@ def hosts_section(report: Data | None) -> str:
     """Write what a fault between two hosts does to a run, and what listens where."""
     head = (
         "## Several hosts\n\nHosts are network namespaces of one machine, on links that can be slow, lose packets or be cut "
-        "(`scripts/hosts.py`). Two train together, and at the third step of five the fault strikes:"
+        "(`scripts/hosts.py`). Two or three train together, and at the third step of five the fault strikes:"
     )
     command = block("sudo python scripts/measure_hosts.py", "sh")
     if report is None:
@@ -139,7 +140,8 @@ def hosts_section(report: Data | None) -> str:
         parts.append(
             "### What listens where\n\nBy `ss` on the host; another host, which has no key, tries every port. *Refused* is the "
             "connection; *closed* and *silent* are what it is answered to HTTP; *store*: it can write values into a store of "
-            "torch, which the processes do not believe without their signature."
+            "torch, which the processes do not believe without their signature. **Ray without a token executes what a stranger "
+            "sends** ([what to do](../scaling.md#what-the-processes-listen-at))."
         )
         columns = ("program", "listens at", "another host is answered")
         parts.append(table(columns, [(row["program"], row["listens"], row["answers"]) for row in rows]))
@@ -148,7 +150,7 @@ def hosts_section(report: Data | None) -> str:
 
 def _describe_fault(row: Data) -> tuple[str, ...]:
     end = "goes on" if row["went_on"] else f"ended after {row['seconds']:.0f} s; `--resume` went on"
-    said = row["said"].replace("|", "/").split(". ")[0].removeprefix("error: ")
+    said = re.split(r"\. |: resume with |: see `", row["said"].replace("|", "/"))[0].removeprefix("error: ")
     return (
         row["fault"],
         end,

@@ -108,7 +108,10 @@ def test_several_samplers_draw_what_one_does_and_one_that_is_killed_costs_nothin
 
 def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     (tmp_path / "world.py").write_text(WORLD.replace("FOLDER", repr(str(tmp_path))))
-    world = replace(run, environment=f"{tmp_path / 'world.py'}:Guess", reward=())
+    letters = tuple("abcdefghijklmnopqrstuvwxyz ")  # a turn ends at the first one, and leaves tokens for the next
+    world = replace(
+        run, environment=f"{tmp_path / 'world.py'}:Guess", reward=(), sampling=replace(run.sampling, stop=letters)
+    )
     pg.train(replace(world, output=str(tmp_path / "alone")), display=False)
     (tmp_path / "kill").touch()  # from now on: the first actor to come to an episode's second turn ends
     train_on_cluster(replace(world, output=str(tmp_path / "run")), on(cluster))

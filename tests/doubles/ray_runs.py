@@ -42,9 +42,9 @@ def begin(argv: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def numbers(folder: Path) -> list[dict[str, object]]:
-    """Without what belongs to a process: its clock, its memory, who was asked again."""
-    result = untimed(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if "memory" not in k and k != "sampler/moved"} for row in result]
+    """Without what belongs to a process: its clock, its memory, who was asked again, what it has kept of earlier turns."""
+    result, own = untimed(folder / "metrics.jsonl"), ("sampler/moved", "sampler/prefill")
+    return [{k: v for k, v in row.items() if "memory" not in k and not k.startswith(own)} for row in result]
 
 
 def check_same(undisturbed: Path, folder: Path) -> None:

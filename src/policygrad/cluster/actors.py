@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ActorGroup, ClusterConfig
+from policygrad.cluster.watch import Place, await_unless_silent
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import ConfigError, EngineError, PolicygradError
 from policygrad.learners.fsdp.processes import WorkerLauncher
@@ -39,7 +40,7 @@ from policygrad.rollout.environment import Action, Environment, EnvironmentFacto
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import ServerUnavailableError
-from policygrad.samplers.engines.server_pool import ServerPool
+from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 from policygrad.training.config.run import Run
@@ -58,11 +59,23 @@ FAILURE_CODE = 1  # exit code of a learner that died
 class NamedActor:
     """An actor whose name Ray's dashboard and logs show."""
 
+    _place: Place | None = None
+
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __repr__(self) -> str:
         return self._name
+
+    def place(self) -> Place:
+        """Return where this actor is. Ray's head is asked once, so that no later call needs it."""
+        import ray
+
+        if self._place is None:
+            here = ray.get_runtime_context().get_node_id()
+            (node,) = [node for node in ray.nodes() if node["NodeID"] == here]
+            self._place = node["NodeManagerAddress"], node["NodeManagerPort"]
+        return self._place
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +121,10 @@ class ActorPool:
     def __init__(self, actors: dict[str, Any], timeout: float, role: str, on_progress: ProgressCallback) -> None:
         """`timeout`: seconds to wait for an actor to come back."""
         self._actors, self._timeout, self._role = actors, timeout, role
+        self._places: dict[str, Place] = {}
         self.servers = ServerPool(
             list(actors),
-            lambda server: call_actor(actors[server.url], *self.setup, timeout=timeout),
+            self._prepare,
             max_concurrency=1,
             recovery_timeout=timeout,
             on_progress=on_progress,
@@ -127,7 +141,7 @@ class ActorPool:
             EngineError: No actor comes back.
         """
         with self._explaining():
-            return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
+            return await self.servers.call(lambda server: self._call(server, method, *args))
 
     async def wait_ready(self) -> None:
         """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes back."""
@@ -141,6 +155,20 @@ class ActorPool:
         for actor in self._actors.values():
             ray.kill(actor)
 
+    async def _prepare(self, server: EngineServer) -> None:
+        actor = self._actors[server.url]
+        await call_actor(actor, *self.setup, timeout=self._timeout)
+        self._places[server.url] = await call_actor(actor, "place", timeout=self._timeout)
+
+    async def _call(self, server: EngineServer, method: str, *args: Any) -> Any:
+        return await call_actor(
+            self._actors[server.url], method, *args, place=self._places[server.url], silence=self._timeout
+        )
+
+    def _describe(self, server: EngineServer) -> str:
+        place = f" on {self._places[server.url][0]}" if server.url in self._places else ""
+        return f"{server.url}{place}: {' '.join(server.last_error.split())[:200]}"
+
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         try:
@@ -149,25 +177,33 @@ class ActorPool:
             servers = self.servers.all
             if not all(server.given_up for server in servers):
                 raise
-            reasons = "; ".join(f"{server.url}: {' '.join(server.last_error.split())[:200]}" for server in servers)
+            reasons = "; ".join(map(self._describe, servers))
             raise EngineError(
                 f"no {self._role} actor has come back within {self._timeout:g} s ({reasons}): see `ray logs actor`, resume with "
                 "--resume, and let Ray restart them more often, --cluster.restarts N, or wait longer, --cluster.timeout SECONDS"
             ) from error
 
 
-async def call_actor(actor: Any, method: str, *args: Any, timeout: float | None = None) -> Any:
+async def call_actor(
+    actor: Any, method: str, *args: Any, timeout: float | None = None, place: Place | None = None, silence: float = 0.0
+) -> Any:
     """Return the result of an actor's method.
+
+    Args:
+        timeout: Seconds that it may take.
+        place: Where the actor is; None = its machine is not watched.
+        silence: Seconds for which its machine may be silent.
 
     Raises:
         PolicygradError: The method has raised it.
-        ServerUnavailableError: The actor has died, is restarting, or needs more than `timeout` seconds.
+        ServerUnavailableError: The actor has died, is restarting, or needs more than `timeout` seconds; or its machine is silent.
     """
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
         async with asyncio.timeout(timeout):
-            return await getattr(actor, method).remote(*args)
+            reply = getattr(actor, method).remote(*args)
+            return await (reply if place is None else await_unless_silent(reply, place, silence))
     except RayActorError as error:
         raise ServerUnavailableError(str(error)) from error
     except RayTaskError as error:
@@ -400,28 +436,39 @@ class RayEnvironmentFactory:
         restarts = actors.config.restarts  # a retry is safe: a call contains all calls before it
         options = {"max_restarts": restarts, "max_task_retries": restarts, "max_concurrency": MAX_CONCURRENT_CALLS}
         self._actors = [actors.create(EnvironmentActor, ENVIRONMENTS, i, **options) for i in range(size)]
+        self._places: dict[Any, Place] = {}
+        self._timeout, self._lost = actors.config.timeout, ""
         self._count = count()
 
     def __call__(self, example: Example, seed: int) -> RayEnvironment:
         return RayEnvironment(self, next(self._count), example, seed)
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call an episode's actor, or another if Ray has given that one up. Raises EngineError if no actor is left."""
+        """Call an episode's actor, or another if Ray has given that one up or its machine is silent. Raises EngineError if no
+        actor is left."""
         from ray.exceptions import RayActorError, RayTaskError
 
         while self._actors:
             actor = self._actors[number % len(self._actors)]
+            place = self._places.get(actor)
             try:
-                return await getattr(actor, method).remote(*args)
+                if place is None:
+                    async with asyncio.timeout(self._timeout):
+                        place = self._places[actor] = await actor.place.remote()
+                return await await_unless_silent(getattr(actor, method).remote(*args), place, self._timeout)
             except RayTaskError as error:
                 raised = unwrap_error(error)
                 cause = getattr(raised, "cause", None)  # raised by the environment itself
                 raise cause if isinstance(cause, Exception) else raised from error
-            except RayActorError:
+            except (RayActorError, ServerUnavailableError, TimeoutError) as error:
+                if isinstance(error, ServerUnavailableError) and self._places.pop(actor, None) is not None:
+                    self._lost = str(error)  # Ray may have restarted it elsewhere, and then it says where
+                    continue
                 self._actors = [other for other in self._actors if other is not actor]
+                self._lost = " ".join(str(error).split())[:200] or self._lost
         raise EngineError(
-            f"no {ENVIRONMENTS} actor is left: see `ray logs actor`, resume with --resume, and let Ray restart them more often, "
-            "--cluster.restarts N"
+            f"no {ENVIRONMENTS} actor is left ({self._lost}): see `ray logs actor`, resume with --resume, and let Ray restart them "
+            "more often, --cluster.restarts N"
         )
 
 

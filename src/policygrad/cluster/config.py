@@ -49,7 +49,7 @@ class ClusterConfig:
     restarts: int = 3
     """How often Ray restarts an actor that has died before the run ends."""
     timeout: float = 30.0
-    """Seconds to wait for resources for all actors, and for an actor to come back."""
+    """Seconds to wait for resources for all actors, for an actor to come back, and for a machine that does not answer."""
 
     def __post_init__(self) -> None:
         if self.address not in (AUTO, LOCAL_CLUSTER) and parse_address(self.address) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -30,6 +31,7 @@ from policygrad.cluster.config import (
     parse_address,
     plan_actor_groups,
 )
+from policygrad.cluster.watch import HeadWatch
 from policygrad.errors import HangError, PolicygradError, RunError, install_command
 from policygrad.trackers import Tracker, default_tracker
 from policygrad.training.base_trainer import TrainingResult
@@ -59,44 +61,58 @@ def train_on_cluster(
 
     Raises:
         PolicygradError: Ray or the cluster is missing or has too few resources, or the training raises it.
+        HangError: Ray's head, or learner 0's machine, is gone. Without its head Ray cannot end: the process then ends by os._exit.
     """
     if run.object_options:
         raise RunError(
             f"{' and '.join(run.object_options)} given as Python objects: a run on a cluster needs names, as in run.toml"
         )
     job = TrainJob(run, os.getcwd(), resume, **options)
-    with connect_ray(config) as ray, StopController() as stopping, ExitStack() as stack:
-        from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+    head = HeadWatch(config)
+    with connect_ray(config, head) as ray, StopController() as stopping, ExitStack() as stack:
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, TaskCancelledError
 
         try:
             with stopping.interruptible():
                 groups = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
                 name, gpus = _run_name(job), {group.name: group.gpus for group in groups}
-                reserved = stack.enter_context(reserve_actor_groups(ray, groups, config, name, note))
+                reserved = stack.enter_context(reserve_actor_groups(ray, groups, config, name, note, head))
                 actors = ActorFactory(name, reserved, config, gpus)
                 restarts = {"max_restarts": config.restarts, "max_task_retries": config.restarts}
                 trainer = actors.create(TrainerActor, LEARNERS, 0, **restarts)
-                stack.callback(ray.kill, trainer)
+                stack.callback(head.call, ray.kill, trainer)
                 check_versions(ray.get(trainer.versions.remote()))
                 job = ray.get(trainer.resolve_folders.remote(job))
+                head.start(reserved[LEARNERS], ray.get(trainer.place.remote())[0])
                 actors = replace(actors, run=Path(job.run.output or name).name)
             done = trainer.train.remote(job, actors, groups)
-            cancelled = False
+            cancelled, lost, deadline = False, "", math.inf
             while not ray.wait([done], timeout=POLL_SECONDS)[0]:
-                if stopping.requested and not cancelled:
-                    if not stopping.announced:
+                if not lost and (lost := head.describe_loss()):
+                    lost = f"{lost}: resume with {_resume_command(job, config)}"
+                    deadline = time.monotonic() + (config.timeout if head.is_silent else 0.0)
+                    if head.is_silent:
+                        note(f"{lost}. Learner 0 has {config.timeout:g} s to end its step and save it")
+                if time.monotonic() >= deadline:
+                    raise HangError(lost)
+                if (stopping.requested or lost) and not cancelled:
+                    if not stopping.announced and not lost:
                         note(STOP_MESSAGE)
                     ray.cancel(done, recursive=False)
                     cancelled = True
             try:
                 outcome = ray.get(done)
             except TaskCancelledError:  # the run may also have finished meanwhile, or failed
-                outcome = ray.get(trainer.outcome.remote())
+                try:
+                    outcome = ray.get(trainer.outcome.remote(), timeout=config.timeout if lost else None)
+                except GetTimeoutError:
+                    raise HangError(lost) from None
                 if isinstance(outcome, BaseException):
                     raise outcome from None
                 if outcome is None:  # it had not begun, or its actor has died since
                     nothing = TrainingResult(Path(job.run.output or "."), 0, None, None, None, interrupted=True)
                     outcome = nothing, _resume_command(job, config)
+            head.exit_code = HangError.code if outcome[0].model is None else 0
         except RayTaskError as error:
             raise unwrap_error(error) from error
         except RayActorError as error:
@@ -231,8 +247,11 @@ def _change_directory(directory: str) -> None:
 
 
 @contextmanager
-def connect_ray(config: ClusterConfig) -> Iterator[Any]:
+def connect_ray(config: ClusterConfig, head: HeadWatch | None = None) -> Iterator[Any]:
     """Yield the package `ray`, connected.
+
+    Args:
+        head: Watches its head, without which Ray would not disconnect either.
 
     Raises:
         RunError: Ray is not installed, no cluster answers at the address, or its version of Ray or Python differs.
@@ -262,7 +281,10 @@ def connect_ray(config: ClusterConfig) -> Iterator[Any]:
     try:
         yield ray
     finally:
-        ray.shutdown()
+        if head is None:
+            ray.shutdown()
+        else:
+            head.disconnect(ray)
 
 
 def check_reachable(config: ClusterConfig) -> None:
@@ -301,7 +323,12 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def reserve_actor_groups(
-    ray: Any, groups: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
+    ray: Any,
+    groups: tuple[ActorGroup, ...],
+    config: ClusterConfig,
+    run: str,
+    note: Callable[[str], None],
+    head: HeadWatch,
 ) -> Iterator[dict[str, Any]]:
     """Yield a placement group for each actor group, once all have their resources.
 
@@ -335,7 +362,7 @@ def reserve_actor_groups(
         yield placement_groups
     finally:
         for reserved in placement_groups.values():
-            remove_placement_group(reserved)
+            head.call(remove_placement_group, reserved)
 
 
 def _resume_command(job: TrainJob, config: ClusterConfig) -> str:
