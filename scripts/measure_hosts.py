@@ -481,6 +481,14 @@ FAULTS = {
         goes_on={"ray": True},
         only=("ray",),
     ),
+    "head cut 60 s": Fault(
+        "host0 and Ray's head are cut off from each other for 60 s",
+        part(0, 1),
+        seconds=60,
+        goes_on={"ray": True},
+        more={"ray": ("--cluster.timeout", "90")},
+        only=("ray",),
+    ),
     "head cut": Fault(
         "host0 and Ray's head are cut off from each other for ever, in steps of 9 s",
         cut_slow,
@@ -501,6 +509,14 @@ FAULTS = {
         part(0, 2),
         seconds=5,
         goes_on={"ray": True},
+        only=("ray",),
+    ),
+    "sampler cut 60 s": Fault(
+        "learner and sampler are cut off from each other for 60 s",
+        part(0, 2),
+        seconds=60,
+        goes_on={"ray": True},
+        more={"ray": ("--cluster.timeout", "90")},
         only=("ray",),
     ),
     "sampler cut": Fault(
