@@ -481,6 +481,14 @@ FAULTS = {
         goes_on={"ray": True},
         only=("ray",),
     ),
+    "head cut 60 s": Fault(
+        "host0 and Ray's head are cut off from each other for 60 s",
+        part(0, 1),
+        seconds=60,
+        goes_on={"ray": True},
+        more={"ray": ("--cluster.timeout", "90")},
+        only=("ray",),
+    ),
     "head cut": Fault(
         "host0 and Ray's head are cut off from each other for ever, in steps of 9 s",
         cut_slow,
@@ -490,7 +498,7 @@ FAULTS = {
         only=("ray",),
     ),
     "head dies": Fault(
-        "the host of Ray's head loses its power, eight seconds before the run's end",
+        "the host of Ray's head loses its power, and the run's last step is done before that is noticed",
         lambda lab, kind, programs: lab.power_off(1),
         goes_on={"ray": True},
         more={"ray": ("--cluster.timeout", "20")},
@@ -501,6 +509,14 @@ FAULTS = {
         part(0, 2),
         seconds=5,
         goes_on={"ray": True},
+        only=("ray",),
+    ),
+    "sampler cut 60 s": Fault(
+        "learner and sampler are cut off from each other for 60 s",
+        part(0, 2),
+        seconds=60,
+        goes_on={"ray": True},
+        more={"ray": ("--cluster.timeout", "90")},
         only=("ray",),
     ),
     "sampler cut": Fault(
@@ -674,7 +690,9 @@ def measure(kind: Any, name: str) -> Outcome:
         shutil.move(kind.folder / "saved", run)
     went_on = codes[0] == 0
     words = fault.names or kind.other
-    line = "" if went_on else last_words(said, words).replace(f"{kind.folder}/", "")
+    # the learner's own words, unless it is the one that is gone: the others notice it too, in any order
+    lines = [last_words(one.said, words) for one in ending]
+    line = "" if went_on else next(filter(None, lines), "").replace(f"{kind.folder}/", "")
     if went_on is not goes_on:
         broken.append(f"it {'went on' if went_on else 'ended'} (exit codes {codes})")
     (kind.folder / "slow").unlink(missing_ok=True)
@@ -1067,8 +1085,10 @@ def _write(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
     }
     keys = ("kind", "fault") if part == "faults" else ("program", "listens")
     old = [row for row in results.get(part, []) if all(any(row[k] != new[k] for k in keys) for new in rows)]
-    kinds = list(KINDS)
-    results[part] = sorted([*old, *rows], key=lambda row: kinds.index(row["kind"]) if part == "faults" else 0)
+    results[part] = [*old, *rows]
+    if part == "faults":
+        kinds, order = list(KINDS), [fault.what for fault in FAULTS.values()]
+        results[part].sort(key=lambda row: (kinds.index(row["kind"]), order.index(row["fault"])))
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -124,7 +124,8 @@ def hosts_section(report: Data | None) -> str:
         "A run that goes on, and one that has ended and was resumed, has the completions and the weights of a run without a fault, "
         "bit for bit: nothing was lost, nothing was sampled or trained with other weights. The hosts share a file system, by which "
         "weights reach an engine; names are those of `/etc/hosts`; a clock is shifted by a library in front of libc. Taken beside "
-        "other work, which the times include."
+        "other work, which the times include. Which file meets a full disk first, and whether a sampler is cut off while it "
+        "samples or while it is given weights, differs from run to run, and time and last words with it."
     )
     parts = [
         head + "\n\n" + command,
@@ -150,7 +151,7 @@ def hosts_section(report: Data | None) -> str:
 
 def _describe_fault(row: Data) -> tuple[str, ...]:
     end = "goes on" if row["went_on"] else f"ended after {row['seconds']:.0f} s; `--resume` went on"
-    said = re.split(r"\. |: resume with |: see `", row["said"].replace("|", "/"))[0].removeprefix("error: ")
+    said = re.split(r"\. |: resume with |: see `|, during '", row["said"].replace("|", "/"))[0].removeprefix("error: ")
     return (
         row["fault"],
         end,
