@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from pathlib import Path
 
-from bench.machine import describe, when
+from bench.machine import alike, describe, when
 from bench.options import COMPONENTS, parse
 from bench.page import component, publish
 from bench.store import Store
@@ -55,11 +55,12 @@ def _measure(store: Store, name: str, small: bool, repeats: int) -> None:
     found = {
         "command": command,
         "taken": when(),
+        "machine": alike(),
         "threads": os.environ["OMP_NUM_THREADS"],
         **benches[name](small, repeats).as_dict(),
     }
     store.put("components", name, found)
-    print(component(found), flush=True)
+    print(component(found, found["machine"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from policygrad.learners.fsdp.message_key import read_sent_key, send_key  # noqa: E402
 from policygrad.learners.fsdp.processes import LocalWorker, WorkerGroup, WorkerLauncher  # noqa: E402
 
 ALGORITHMS = ("grpo", "ppo")
@@ -35,9 +36,11 @@ LIMITS = {"cpu": 1e-12, "cuda": 1e-9}
 class SharingWorker(LocalWorker):
     """A rank on the device of rank 0."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, size: int, key: bytes) -> None:
         words = [sys.executable, __file__, *map(str, (port, rank, size))]
         subprocess.Popen.__init__(self, words, stdin=subprocess.PIPE, start_new_session=True)
+        assert self.stdin is not None
+        send_key(self.stdin.fileno(), key)
 
 
 @contextmanager
@@ -130,9 +133,10 @@ def _join(port: int, rank: int, size: int) -> int:
     from policygrad.learners.fsdp.processes import exit_with_parent
     from policygrad.learners.fsdp.worker import serve_controller
 
+    key = read_sent_key(0)
     exit_with_parent()
     with sharing_device():
-        return serve_controller(WorkerGroup.join(port, rank, size, device=0))
+        return serve_controller(WorkerGroup.join(port, rank, size, key, device=0))
 
 
 PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {

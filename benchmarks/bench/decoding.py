@@ -205,7 +205,9 @@ def _ratios(policy: Any, prompt: Tensor, drawn: pg.Generation) -> Tensor:
     return (logp.double() - drawn.logp.double()).exp()
 
 
-def _from_a_table(logits: Tensor, u: Tensor, sampling: pg.SamplingParams) -> tuple[Tensor, Tensor]:
+def _from_a_table(
+    logits: Tensor, u: Tensor, sampling: pg.SamplingParams, kernels: bool = False
+) -> tuple[Tensor, Tensor]:
     """A table of log-probabilities, all of them cumulated."""
     logp = log_probabilities(logits, sampling)
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)

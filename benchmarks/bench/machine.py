@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("torch", "transformers", "policygrad")
@@ -37,6 +39,12 @@ def alike() -> str:
     """Of what figures are that may stand in one table: processor, cores, libraries."""
     known = describe()
     return f"{known['processor']}, {known['cores']} cores, torch {known['torch']}, transformers {known['transformers']}"
+
+
+def processor(record: Mapping[str, Any]) -> str:
+    """What a measurement was taken on."""
+    told: str = record.get("machine") or record.get("fingerprint", "").partition(" on ")[2]
+    return told.partition(",")[0]
 
 
 def when() -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import operations
+from bench.machine import processor
 from bench.summary import Estimate, Row, linearity, reached, rows, short
 from bench.works import SEVEN, WORKS, Work
 
@@ -58,6 +59,12 @@ def cell(name: str, first: str, column: str) -> Callable[[Data], float | None]:
         return next((float(line[at]) for line in table["rows"] if str(line[0]).startswith(first)), None)
 
     return find
+
+
+def is_one_machine(data: Data, work: str, *components: str) -> bool:
+    """Return whether a work and the components were measured on one processor: seconds of two explain nothing."""
+    works = [r for k, r in data.get("measurements", {}).items() if k.startswith(f"{work}/")]
+    return len({processor(r) for r in [*works, *(data["components"][name] for name in components)]}) == 1
 
 
 def off_the_line(data: Data) -> float | None:
@@ -132,7 +139,7 @@ def _time(data: Data) -> str:
     """Of the 7M work: what its operations take at the speed of a matrix product, and what the rest is."""
     theirs, ours = row(data, "7m", TRL), row(data, "7m", OURS)
     rate = cell("matmul", "7M, fp32", "matrix product, Gflop/s")(data)
-    if theirs is None or ours is None or rate is None:
+    if theirs is None or ours is None or rate is None or not is_one_machine(data, "7m", "matmul"):
         return ""
     work = BY_NAME["7m"]
     facts = next(r["facts"] for k, r in data["measurements"].items() if k.startswith(f"7m/{OURS}/1/"))
@@ -154,15 +161,18 @@ def _half(data: Data) -> str:
     """Of the 7M work in bfloat16: how little of it is matrix products."""
     theirs, ours = row(data, "7m", TRL), row(data, "7m", BF16)
     rate = cell("matmul", "7M, bf16", "matrix product, Gflop/s")(data)
-    shares = [cell("profile", f"{name}, bf16", "matrix products")(data) for name in ("drawing", "learning")]
+    parts = ("matrix products", "attention")
+    shares = [cell("profile", f"{name}, bf16", part)(data) for part in parts for name in ("drawing", "learning")]
     if theirs is None or ours is None or rate is None or None in shares:
         return ""
-    drawing, learning = (f"{share:.0%}" for share in shares if share is not None)
+    if not is_one_machine(data, "7m", "matmul", "profile"):
+        return ""
+    drawing, learning, *attention = (f"{share:.0%}" for share in shares if share is not None)
     return (
         f"**bfloat16.** The step takes {short(ours.cpu.median)} s, and {short(theirs.cpu.median / TARGETS[1].asked)} s would be a "
         f"quarter of TRL's. A bare matrix product runs at {rate:,.0f} Gflop/s in bfloat16, so products have become "
-        f"{drawing} of drawing and {learning} of learning (profile below, without compiled blocks): what is left is reading "
-        "and writing memory, element by element, which half the bits make half as much at best."
+        f"{drawing} of drawing and {learning} of learning, and attention {attention[0]} and {attention[1]} (profile below, "
+        "without compiled blocks): what is left is reading and writing memory, which half the bits make half as much at best."
     )
 
 
@@ -197,6 +207,8 @@ def _embedded(data: Data) -> str:
     drawn = cell("rollout", "embedded", "policygrad, tokens per CPU s")(data)
     learned = cell("savings", "embedded", "sampled tokens per CPU s")(data)
     if theirs is None or ours is None or drawn is None or learned is None:
+        return ""
+    if not is_one_machine(data, "embedded", "rollout", "savings"):
         return ""
     facts = next(r["facts"] for k, r in data["measurements"].items() if k.startswith(f"embedded/{OURS}/1/"))
     tokens, asked = facts["tokens"][-1], theirs.cpu.median / TARGETS[5].asked
