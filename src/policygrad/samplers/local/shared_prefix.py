@@ -652,11 +652,9 @@ def _attend_in_half_precision(
         completions, prompt: Keys and values.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, _, _, width = query.shape
     mask = view.completion_columns[..., : completions[0].shape[2]]
-    completion, total_of_completion = flash(
-        query.reshape(rows, -1, 1, width), *completions, 0.0, False, attn_mask=mask, scale=scale
-    )
+    # a group's queries are given like places of a text, so that their keys are read once for all of them
+    completion, total_of_completion = flash(query, *completions, 0.0, False, attn_mask=mask, scale=scale)
     shared, total = flash(layout.to_grid(query), *prompt, 0.0, False, attn_mask=view.prompt_mask, scale=scale)
     shared, total = layout.from_grid(shared), layout.from_grid(total[..., None])
     sees_prompt = (view.prompt_columns == 0).any(-1, keepdim=True)  # of nothing the kernel returns a sum too
