@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from policygrad.samplers.engines.tail import Tail
+from policygrad.samplers.engines.tail import RequestTail
 
 
 def test_the_tail_is_the_time_from_nine_tenths_of_the_requests_that_overlap_to_the_last() -> None:
     now = 0.0
-    tail = Tail(lambda: now)
+    tail = RequestTail(lambda: now)
     requests = [ExitStack() for _ in range(11)]
     for request in requests:
         request.enter_context(tail.request())
@@ -22,7 +22,7 @@ def test_the_tail_is_the_time_from_nine_tenths_of_the_requests_that_overlap_to_t
 
 def test_requests_of_several_callers_are_one_tail_while_they_overlap() -> None:
     now = 0.0
-    tail = Tail(lambda: now)
+    tail = RequestTail(lambda: now)
     first, second, alone = ExitStack(), ExitStack(), ExitStack()
     first.enter_context(tail.request())
     second.enter_context(tail.request())

@@ -72,8 +72,8 @@ class NamedActor:
         import ray
 
         if self._place is None:
-            here = ray.get_runtime_context().get_node_id()
-            (node,) = [node for node in ray.nodes() if node["NodeID"] == here]
+            node_id = ray.get_runtime_context().get_node_id()
+            (node,) = [node for node in ray.nodes() if node["NodeID"] == node_id]
             self._place = node["NodeManagerAddress"], node["NodeManagerPort"]
         return self._place
 

@@ -70,7 +70,7 @@ def train_on_cluster(
     job = TrainJob(run, os.getcwd(), resume, **options)
     head = HeadWatch(config)
     with connect_ray(config, head) as ray, StopController() as stopping, ExitStack() as stack:
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, TaskCancelledError
+        from ray.exceptions import RayActorError, RayTaskError
 
         try:
             with stopping.interruptible():
@@ -86,32 +86,7 @@ def train_on_cluster(
                 head.start(reserved[LEARNERS], ray.get(trainer.place.remote())[0])
                 actors = replace(actors, run=Path(job.run.output or name).name)
             done = trainer.train.remote(job, actors, groups)
-            cancelled, lost, deadline = False, "", math.inf
-            while not ray.wait([done], timeout=POLL_SECONDS)[0]:
-                if not lost and (lost := head.describe_loss()):
-                    lost = f"{lost}: resume with {_resume_command(job, config)}"
-                    deadline = time.monotonic() + (config.timeout if head.is_silent else 0.0)
-                    if head.is_silent:
-                        note(f"{lost}. Learner 0 has {config.timeout:g} s to end its step and save it")
-                if time.monotonic() >= deadline:
-                    raise HangError(lost)
-                if (stopping.requested or lost) and not cancelled:
-                    if not stopping.announced and not lost:
-                        note(STOP_MESSAGE)
-                    ray.cancel(done, recursive=False)
-                    cancelled = True
-            try:
-                outcome = ray.get(done)
-            except TaskCancelledError:  # the run may also have finished meanwhile, or failed
-                try:
-                    outcome = ray.get(trainer.outcome.remote(), timeout=config.timeout if lost else None)
-                except GetTimeoutError:
-                    raise HangError(lost) from None
-                if isinstance(outcome, BaseException):
-                    raise outcome from None
-                if outcome is None:  # it had not begun, or its actor has died since
-                    nothing = TrainingResult(Path(job.run.output or "."), 0, None, None, None, interrupted=True)
-                    outcome = nothing, _resume_command(job, config)
+            outcome = _await_outcome(ray, trainer, done, job, head, config, stopping, note)
             head.exit_code = HangError.code if outcome[0].model is None else 0
         except RayTaskError as error:
             raise unwrap_error(error) from error
@@ -131,6 +106,50 @@ def train_on_cluster(
         reward = "" if None in scores else f", eval/reward {scores[0]:.2f} -> {scores[1]:.2f}"
         note(f"done at step {result.steps}{reward}; model: {result.model}")
     return result
+
+
+def _await_outcome(
+    ray: Any,
+    trainer: Any,
+    done: Any,
+    job: TrainJob,
+    head: HeadWatch,
+    config: ClusterConfig,
+    stopping: StopController,
+    note: Callable[[str], None],
+) -> Outcome:
+    """Wait for the run's end, and pass on a request to stop. Raises HangError if Ray's head or learner 0's machine is gone."""
+    from ray.exceptions import GetTimeoutError, TaskCancelledError
+
+    cancelled, lost, deadline = False, "", math.inf
+    while not ray.wait([done], timeout=POLL_SECONDS)[0]:
+        if not lost and (lost := head.describe_loss()):
+            lost = f"{lost}: resume with {_resume_command(job, config)}"
+            deadline = time.monotonic() + (config.timeout if head.is_silent else 0.0)
+            if head.is_silent:
+                note(f"{lost}. Learner 0 has {config.timeout:g} s to end its step and save it")
+        if time.monotonic() >= deadline:
+            raise HangError(lost)
+        if (stopping.requested or lost) and not cancelled:
+            if not stopping.announced and not lost:
+                note(STOP_MESSAGE)
+            ray.cancel(done, recursive=False)
+            cancelled = True
+    try:
+        outcome: Outcome = ray.get(done)
+        return outcome
+    except TaskCancelledError:  # the run may also have finished meanwhile, or failed
+        try:
+            told = ray.get(trainer.outcome.remote(), timeout=config.timeout if lost else None)
+        except GetTimeoutError:
+            raise HangError(lost) from None
+        if isinstance(told, BaseException):
+            raise told from None
+        if told is None:  # it had not begun, or its actor has died since
+            nothing = TrainingResult(Path(job.run.output or "."), 0, None, None, None, interrupted=True)
+            told = nothing, _resume_command(job, config)
+        ended: Outcome = told
+        return ended
 
 
 @dataclass(frozen=True, eq=False)

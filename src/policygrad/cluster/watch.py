@@ -44,12 +44,12 @@ async def await_unless_silent(reply: Awaitable[Any], place: Place, silence: floa
 
 
 async def _listen_until_silent(place: Place, silence: float) -> None:
-    heard = time.monotonic()
-    while time.monotonic() - heard < silence:
+    last_answer = time.monotonic()
+    while time.monotonic() - last_answer < silence:
         with suppress(OSError):  # a TimeoutError is one
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(*place)
-            heard = time.monotonic()
+            last_answer = time.monotonic()
             writer.close()
         await asyncio.sleep(CONNECT_EVERY)
 
@@ -63,7 +63,7 @@ class HeadWatch:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._heard: float | None = None  # monotonic time of the head's last answer
+        self._last_answer: float | None = None  # monotonic time of the head's last answer
         self._placed = 0.0  # monotonic time at which the learner last had a place
         self._address, self._learner = config.address, ""
         self._left = False  # a call that needs the head was left out
@@ -74,7 +74,7 @@ class HeadWatch:
     @property
     def is_silent(self) -> bool:
         """Whether Ray's head has not answered for as long as `--cluster.timeout`."""
-        return self._heard is not None and time.monotonic() - self._heard > self._config.timeout
+        return self._last_answer is not None and time.monotonic() - self._last_answer > self._config.timeout
 
     def start(self, group: Any, learner: str) -> None:
         """Watch from now on. `group`: the learners' placement group; `learner`: the address of learner 0's machine."""
@@ -92,12 +92,12 @@ class HeadWatch:
                         return
                     with suppress(Exception):  # no answer
                         state = placement_group_table(group).get("state")
-                        self._heard = time.monotonic()
+                        self._last_answer = time.monotonic()
                         if state == "CREATED":
-                            self._placed = self._heard
+                            self._placed = self._last_answer
                 time.sleep(ASK_EVERY)
 
-        self._heard = self._placed = time.monotonic()
+        self._last_answer = self._placed = time.monotonic()
         threading.Thread(target=ask, name="Ray's head", daemon=True).start()
 
     def describe_loss(self) -> str:
@@ -108,7 +108,7 @@ class HeadWatch:
                 f"Ray's head at {self._address} has not answered for {seconds:g} s (--cluster.timeout): its machine, or the "
                 "network between it and this command, is gone"
             )
-        if self._heard is not None and self._heard - self._placed > seconds:
+        if self._last_answer is not None and self._last_answer - self._placed > seconds:
             return (
                 f"the machine of learner 0, {self._learner}, is gone, and no other has had room for it for {seconds:g} s "
                 "(--cluster.timeout)"
@@ -133,7 +133,7 @@ class HeadWatch:
             thread.join(POLL_SECONDS)
             if self.is_silent and thread.is_alive():
                 self._left = True
-                atexit.register(self._leave)
+                atexit.register(self._exit_process)
                 return
         for error in errors:
             raise error
@@ -148,7 +148,7 @@ class HeadWatch:
         self.call(stop)
         self.call(ray.shutdown)
 
-    def _leave(self) -> None:
+    def _exit_process(self) -> None:
         """End the process at once: Ray's own end would wait for its head, and crashes while another of its calls waits."""
         sys.stdout.flush()
         sys.stderr.flush()

@@ -64,19 +64,19 @@ def add_aligned_texts(
     Raises:
         ConfigError: A prompt with pictures.
     """
-    own, theirs = TokenTexts(policy), TokenTexts(teacher)
+    policy_texts, teacher_texts = TokenTexts(policy), TokenTexts(teacher)
     prompts, texts, num_long = list[Tensor](), list[AlignedText](), 0
-    known = dict[tuple[bool, tuple[int, ...]], AlignedText]()
+    aligned_by_ids = dict[tuple[bool, tuple[int, ...]], AlignedText]()
     ends = cache(partial(find_end_token, policy, teacher))
     for group in groups:
         prompt = encode_prompt(group, teacher)
         is_chat = not isinstance(group.spec.example.prompt, str)
         for trajectory in group.trajectories:
             ids = tuple(trajectory.tokens.tolist())
-            if (is_chat, ids) not in known:
+            if (is_chat, ids) not in aligned_by_ids:
                 end = ends(ids[-1], is_chat) if ids and ids[-1] in policy.end_ids else None
-                known[is_chat, ids] = align_texts(own, theirs, ids, end, cut)
-            text = known[is_chat, ids]
+                aligned_by_ids[is_chat, ids] = align_texts(policy_texts, teacher_texts, ids, end, cut)
+            text = aligned_by_ids[is_chat, ids]
             limit = teacher.context_length
             is_too_long = limit is not None and len(prompt) + len(text.tokens) > limit
             num_long += is_too_long
@@ -141,7 +141,7 @@ class TokenTexts:
 
 
 def align_texts(
-    own: TokenTexts, theirs: TokenTexts, ids: Sequence[int], end: int | None, cut: str = "words"
+    policy_texts: TokenTexts, teacher_texts: TokenTexts, ids: Sequence[int], end: int | None, cut: str = "words"
 ) -> AlignedText:
     """Encode the text of a completion with the teacher's tokenizer, and find the smallest spans that end as `cut` says.
 
@@ -153,14 +153,15 @@ def align_texts(
         cut: `Reference.cut`; in words, how the teacher cuts a text does not depend on the next one.
     """
     body = ids if end is None else ids[:-1]
-    text = own.decode(body)
-    tokens = list[int](theirs.hf(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
-    read = theirs.decode(tokens)
+    text = policy_texts.decode(body)
+    tokens = list[int](teacher_texts.hf(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+    read = teacher_texts.decode(tokens)
     same = _count_equal(text, read)
-    rest = _count_equal(text[same:][::-1], read[same:][::-1])
-    our_ends, shift = own.find_ends(body, text), len(text) - len(read)
+    num_equal_at_end = _count_equal(text[same:][::-1], read[same:][::-1])
+    our_ends, shift = policy_texts.find_ends(body, text), len(text) - len(read)
     their_ends = [
-        end if end <= same else end + shift if end >= len(read) - rest else -1 for end in theirs.find_ends(tokens, read)
+        end if end <= same else end + shift if end >= len(read) - num_equal_at_end else -1
+        for end in teacher_texts.find_ends(tokens, read)
     ]
     spans, places = [-1] * len(ids), [-1] * len(tokens)
     at, first, their_first = 0, 0, 0
@@ -168,12 +169,13 @@ def align_texts(
     for i, j in find_shared_ends(our_ends, their_ends):
         if our_ends[i] not in word_ends:
             continue
-        said, our_ids, their_ids = text[at : our_ends[i]], body[first : i + 1], tokens[their_first : j + 1]
-        is_plain = own.special_ids.isdisjoint(our_ids) and theirs.special_ids.isdisjoint(their_ids)
+        span_text, our_ids, their_ids = text[at : our_ends[i]], body[first : i + 1], tokens[their_first : j + 1]
+        is_plain = policy_texts.special_ids.isdisjoint(our_ids) and teacher_texts.special_ids.isdisjoint(their_ids)
         is_same = text == read or not at <= same < our_ends[i]
-        if is_plain and is_same and _REPLACED not in said:
+        if is_plain and is_same and _REPLACED not in span_text:
             # equal tokens are spans of their own, also within a character
-            is_equal = own.hf.convert_ids_to_tokens(our_ids) == theirs.hf.convert_ids_to_tokens(their_ids)
+            pieces = policy_texts.hf.convert_ids_to_tokens(our_ids)
+            is_equal = pieces == teacher_texts.hf.convert_ids_to_tokens(their_ids)
             spans[first : i + 1] = range(first, i + 1) if is_equal else [i] * len(our_ids)
             places[their_first : j + 1] = range(first, i + 1) if is_equal else [i] * len(their_ids)
         at, first, their_first = our_ends[i], i + 1, j + 1
@@ -214,8 +216,8 @@ def encode_prompt(group: EpisodeGroup, teacher: Tokenizer) -> Tensor:
             f"{spec.location} has pictures, and Reference.tokenizer aligns text alone: use a teacher with the policy's tokenizer, "
             "or a task without pictures"
         )
-    whole = replace(teacher, context_length=None)
-    return whole.encode(spec.example.prompt, 0, spec.location, spec.example.tools).ids
+    unlimited = replace(teacher, context_length=None)
+    return unlimited.encode(spec.example.prompt, 0, spec.location, spec.example.tools).ids
 
 
 def find_end_token(policy: Tokenizer, teacher: Tokenizer, end: int, is_chat: bool) -> int:

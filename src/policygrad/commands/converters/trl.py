@@ -150,8 +150,8 @@ def find_trainer(name: str) -> str | None:
         ConfigError: It trains without a policy gradient.
     """
     stem = re.sub(r"config$", "", name.rpartition("/")[2].removesuffix(".py").lower())
-    words = {"asyncgrpo": "async_grpo", "onlinedpo": "online_dpo", "nashmd": "nash_md", "grpowithreplaybuffer": "grpo"}
-    stem = words.get(stem, stem)
+    names = {"asyncgrpo": "async_grpo", "onlinedpo": "online_dpo", "nashmd": "nash_md", "grpowithreplaybuffer": "grpo"}
+    stem = names.get(stem, stem)
     for beginning, trainer in SCRIPTS.items():
         if re.match(rf"{beginning}(_|$)", stem):
             return trainer
@@ -262,8 +262,8 @@ def _answer_gold(options: Options) -> Iterator[Outcome]:
         raise ConfigError(
             "lmbda=0 learns from the data's completions alone, which is no policy gradient: policygrad sft --data FILE does that"
         )
-    others = "the teacher's" if options.flag("seq_kd") else "the data's"
-    note = f"as with lmbda = 1: TRL takes {1 - share:.0%} of the completions from {others}" if share < 1 else ""
+    source = "the teacher's" if options.flag("seq_kd") else "the data's"
+    note = f"as with lmbda = 1: TRL takes {1 - share:.0%} of the completions from {source}" if share < 1 else ""
     yield Line("algorithm.name", "distill", (TRAINER, "lmbda"), note)
     yield _name_teacher(options)
     if options.flag("use_uld_loss"):
@@ -489,12 +489,12 @@ def answer_batches(options: Options) -> Iterator[Outcome]:
     """Completions per device and pass become prompts per rollout."""
     device, accumulated = "per_device_train_batch_size", "gradient_accumulation_steps"
     samples, minibatches = options.positive(options.first("rloo_k", "num_generations")), _count_minibatches(options)
-    whole, steps = "generation_batch_size", "steps_per_generation"
-    if options.get(whole) is not None and options.text(TRAINER) == GOLD:  # prompts of a process
-        completions = options.positive(whole) * samples * options.positive(PROCESSES)
-        sources = [whole, *([PROCESSES] if PROCESSES in options else [])]
-    elif options.get(whole) is not None:
-        completions, sources = options.positive(whole), [whole]
+    total, steps = "generation_batch_size", "steps_per_generation"
+    if options.get(total) is not None and options.text(TRAINER) == GOLD:  # prompts of a process
+        completions = options.positive(total) * samples * options.positive(PROCESSES)
+        sources = [total, *([PROCESSES] if PROCESSES in options else [])]
+    elif options.get(total) is not None:
+        completions, sources = options.positive(total), [total]
     else:
         passes = (
             options.positive(steps) if options.get(steps) is not None else options.positive(accumulated) * minibatches
@@ -648,8 +648,8 @@ def answer_data(options: Options) -> Iterator[Outcome]:
 
 
 def _name_reward(name: str, weights: list[Any], i: int) -> str:
-    own = {"accuracy_reward": "math", "think_format_reward": "format", "accuracy": "math"}  # the last, open-r1's
-    text = own.get(name, name)
+    replacements = {"accuracy_reward": "math", "think_format_reward": "format", "accuracy": "math"}  # the last, open-r1's
+    text = replacements.get(name, name)
     if text == name and "." in name and not name.endswith(".py"):
         module, _, function = name.rpartition(".")
         text = f"trl:{module}:{function}"

@@ -35,8 +35,8 @@ def _corrected(*advantage: Advantage, ratio: Ratio = Token(), **parts: object) -
 
 def _measure(algorithm: Algorithm, setting: LabSetting, truth: Tensor, size: int) -> Figures:
     """Measure against a given gradient."""
-    found = estimate_gradients(algorithm, setting, enumerate_steps(setting, size))
-    return compute_figures(found.gradient, found.weight, truth)
+    steps = estimate_gradients(algorithm, setting, enumerate_steps(setting, size))
+    return compute_figures(steps.gradient, steps.weight, truth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,29 +62,29 @@ def running_scale(seed: int = 0) -> MeasuredClaim:
     seen, size = (0, 16, 1024), 4
     plain = _corrected(LeaveOneOut())
     scaled = replace(plain, shaping=(RunningScale(),))
-    found: dict[str, list[Figures]] = {}
+    figures: dict[str, list[Figures]] = {}
     for name, setting in zip(("on", "off"), make_table_settings(AWAY, seed), strict=True):
         truth = setting.world.gradient(setting.theta)
         later = (_LaterSetting(**vars(setting), seen=n) for n in seen)
-        found[name] = [_measure(plain, setting, truth, size), *(_measure(scaled, x, truth, size) for x in later)]
-    turned = [abs(f[-1].cosine - f[0].cosine) for f in found.values()]
+        figures[name] = [_measure(plain, setting, truth, size), *(_measure(scaled, x, truth, size) for x in later)]
+    turned = [abs(f[-1].cosine - f[0].cosine) for f in figures.values()]
     holds = max(turned) < 1e-4
 
     def numbers(name: str, field: str, spec: str) -> str:
-        return join_numbers((getattr(f, field) for f in found[name][1:]), spec, " / ")
+        return join_numbers((getattr(f, field) for f in figures[name][1:]), spec, " / ")
 
     return MeasuredClaim(
         "running_scale",
         "Rewards over their running standard deviation change the length of the gradient, not its direction.",
         holds,
         f"After {join_numbers(seen, 'd', ' / ')} scores the cosine with ∇J is {numbers('on', 'cosine', '.5f')} on-policy, "
-        f"{found['on'][0].cosine:.5f} without the scale, and {numbers('off', 'cosine', '.3f')} {AWAY:g} nats off-policy, "
-        f"{found['off'][0].cosine:.3f} without; the signal-to-noise ratio is {numbers('on', 'snr', '.3f')}, "
-        f"{found['on'][0].snr:.3f} without, and {numbers('off', 'snr', '.3f')}, {found['off'][0].snr:.3f} without. Before there "
-        "are many scores, a rollout's own decide its scale, as in a z-score.",
+        f"{figures['on'][0].cosine:.5f} without the scale, and {numbers('off', 'cosine', '.3f')} {AWAY:g} nats off-policy, "
+        f"{figures['off'][0].cosine:.3f} without; the signal-to-noise ratio is {numbers('on', 'snr', '.3f')}, "
+        f"{figures['on'][0].snr:.3f} without, and {numbers('off', 'snr', '.3f')}, {figures['off'][0].snr:.3f} without. Before "
+        "there are many scores, a rollout's own decide its scale, as in a z-score.",
         {
             f"cosine_{name}_{n}": f.cosine
-            for name, v in found.items()
+            for name, v in figures.items()
             for n, f in zip(("without", *seen), v, strict=True)
         },
     )
@@ -99,29 +99,29 @@ def marginal_max(seed: int = 0) -> MeasuredClaim:
     rewards = sample_normal(setting.world.reward.shape, 1.0, seed + 3)
     on = replace(setting, world=replace(setting.world, reward=rewards))
     off = move_off_policy(on, AWAY, seed)
-    own, sequence = _corrected(MarginalMax()), _corrected(MarginalMax(), ratio=SequenceProduct())
+    per_token, sequence = _corrected(MarginalMax()), _corrected(MarginalMax(), ratio=SequenceProduct())
     chains = {
-        ("own", "on"): own,
+        ("own", "on"): per_token,
         ("divided", "on"): _corrected(MarginalMax(), GroupStd(eps=1e-6)),
         ("leave-one-out", "on"): _corrected(LeaveOneOut()),
-        ("own", "off"): own,
+        ("own", "off"): per_token,
         ("product", "off"): sequence,
     }
-    found: dict[tuple[str, str], list[Figures]] = {key: [] for key in chains}
+    figures: dict[tuple[str, str], list[Figures]] = {key: [] for key in chains}
     bare = []
     for size in sizes:
         for (name, policy), chain in chains.items():
             at = on if policy == "on" else off
             truth = derivative(partial(expect_best, at, size), at.theta)
-            found[name, policy].append(_measure(chain, at, truth, size))
+            figures[name, policy].append(_measure(chain, at, truth, size))
         bare.append(_measure_bare_maximum(on, size))
-    bias = max(abs(f.scale * g - 1) + 1 - f.cosine for f, g in zip(found["own", "on"], sizes, strict=True))
-    variance = [f.variance * g**2 for f, g in zip(found["own", "on"], sizes, strict=True)]
+    bias = max(abs(f.scale * g - 1) + 1 - f.cosine for f, g in zip(figures["own", "on"], sizes, strict=True))
+    variance = [f.variance * g**2 for f, g in zip(figures["own", "on"], sizes, strict=True)]
     holds = bias < EXACT
     is_less = all(mine < other for mine, other in zip(variance, bare, strict=True))
 
     def cosines(name: str, policy: str) -> str:
-        return join_numbers((f.cosine for f in found[name, policy]), ".3f", " / ")
+        return join_numbers((f.cosine for f in figures[name, policy]), ".3f", " / ")
 
     return MeasuredClaim(
         "marginal_max",
@@ -135,13 +135,13 @@ def marginal_max(seed: int = 0) -> MeasuredClaim:
         f"{cosines('product', 'off')} with its product over the answer: what the others would have got is not corrected.",
         {
             f"cosine_{name}_{policy}_{g}": f.cosine
-            for (name, policy), v in found.items()
+            for (name, policy), v in figures.items()
             for g, f in zip(sizes, v, strict=True)
         }
         | {"bias": bias},
         curves={
             "group_size": tuple(map(float, sizes)),
-            **{f"cosine_{name}": tuple(f.cosine for f in v) for (name, policy), v in found.items() if policy == "on"},
+            **{f"cosine_{name}": tuple(f.cosine for f in v) for (name, policy), v in figures.items() if policy == "on"},
             "variance_own": tuple(variance),
             "variance_bare": tuple(bare),
         },
@@ -175,20 +175,20 @@ def reward_range(seed: int = 0) -> MeasuredClaim:
 
     Source of the claim: OpenRLHF's dynamic filtering, with a range.
     """
-    found: dict[str, dict[str, Figures]] = {"on": {}, "off": {}}
-    kept: dict[str, float] = {}
-    for policy, setting in zip(found, make_table_settings(AWAY, seed), strict=True):
+    figures: dict[str, dict[str, Figures]] = {"on": {}, "off": {}}
+    shares: dict[str, float] = {}
+    for policy, setting in zip(figures, make_table_settings(AWAY, seed), strict=True):
         steps, truth = enumerate_steps(setting, 4), setting.world.gradient(setting.theta)
         for name, filters in RANGES.items():
             result = estimate_gradients(_corrected(LeaveOneOut(), filters=filters), setting, steps)
-            found[policy][name] = compute_figures(result.gradient, result.weight, truth)
-            kept[name] = float(steps.weight[result.weight > 0].sum())
-    worth = {(p, name): f.snr * kept[name] for p, by_name in found.items() for name, f in by_name.items()}
-    holds = all(worth[p, "middle"] > max(worth[p, "unequal"], worth[p, "all"]) for p in found)
-    is_worth = all(worth[p, "unequal"] > worth[p, "all"] for p in found)
+            figures[policy][name] = compute_figures(result.gradient, result.weight, truth)
+            shares[name] = float(steps.weight[result.weight > 0].sum())
+    worth = {(p, name): f.snr * shares[name] for p, by_name in figures.items() for name, f in by_name.items()}
+    holds = all(worth[p, "middle"] > max(worth[p, "unequal"], worth[p, "all"]) for p in figures)
+    is_worth = all(worth[p, "unequal"] > worth[p, "all"] for p in figures)
 
     def row(policy: str, field: str) -> str:
-        return join_numbers((getattr(f, field) for f in found[policy].values()), ".3f", " / ")
+        return join_numbers((getattr(f, field) for f in figures[policy].values()), ".3f", " / ")
 
     def worths(policy: str) -> str:
         return join_numbers((worth[policy, name] for name in RANGES), ".3f", " / ")
@@ -198,13 +198,13 @@ def reward_range(seed: int = 0) -> MeasuredClaim:
         "Groups that are neither nearly solved nor nearly unsolved teach more for the same number of samples.",
         holds,
         "All groups, those of unequal rewards and those with half of the answers right "
-        f"({' / '.join(map(format_percent, kept.values()))} of what is sampled) give one group's gradient a signal-to-noise ratio "
-        f"of {row('on', 'snr')} on-policy and {row('off', 'snr')} {AWAY:g} nats off-policy. For each sampled group that is "
+        f"({' / '.join(map(format_percent, shares.values()))} of what is sampled) give one group's gradient a signal-to-noise "
+        f"ratio of {row('on', 'snr')} on-policy and {row('off', 'snr')} {AWAY:g} nats off-policy. For each sampled group that is "
         f"{worths('on')} and {worths('off')}: {'so it is' if holds else 'what the middle gains does not pay for its samples'}; "
         f"leaving out groups of equal rewards {'does' if is_worth else 'does not'}. The cosine with ∇J is {row('on', 'cosine')} "
         f"and {row('off', 'cosine')}: prompts count unequally.",
         {f"worth_{name}_{policy}": x for (policy, name), x in worth.items()}
-        | {f"kept_{name}": share for name, share in kept.items()},
+        | {f"kept_{name}": share for name, share in shares.items()},
     )
 
 
@@ -218,12 +218,12 @@ def teacher_bonus(seed: int = 0) -> MeasuredClaim:
     taught = find_best_policy(base, 0.5)
     far = float(world.kl(base.theta, taught))
     teachers = {"taught": taught, "other": perturb_policy(world, base.theta, far, seed=seed + 2)}
-    found: dict[tuple[str, str], list[Figures]] = {}
+    figures: dict[tuple[str, str], list[Figures]] = {}
     for name, teacher in teachers.items():
         on = replace(base, reference=teacher)
         for policy, setting in (("on", on), ("off", move_off_policy(on, AWAY, seed))):
             truth = world.gradient(setting.theta)
-            found[name, policy] = [
+            figures[name, policy] = [
                 _measure(_corrected(LeaveOneOut(), TeacherBonus(c)), setting, truth, size) for c in coefficients
             ]
     on = replace(base, reference=taught)
@@ -234,12 +234,12 @@ def teacher_bonus(seed: int = 0) -> MeasuredClaim:
         "clipped": TeacherBonus(1.0, clip=0.5),
     }
     bias = {name: _measure(_corrected(LeaveOneOut(), part), on, less_kl, size).bias for name, part in forms.items()}
-    along = {key: [f.snr * f.cosine**2 for f in v] for key, v in found.items()}
+    along = {key: [f.snr * f.cosine**2 for f in v] for key, v in figures.items()}
     holds = all(value > along["taught", p][0] for p in ("on", "off") for value in along["taught", p][1:])
     earns = {name: float(world.objective(theta)) for name, theta in (("policy", base.theta), *teachers.items())}
 
     def row(name: str, policy: str) -> str:
-        return join_numbers((f.cosine for f in found[name, policy]), ".2f", " / ")
+        return join_numbers((f.cosine for f in figures[name, policy]), ".2f", " / ")
 
     def worth(name: str, policy: str) -> str:
         return join_numbers(along[name, policy], ".2f", " / ")
@@ -258,7 +258,7 @@ def teacher_bonus(seed: int = 0) -> MeasuredClaim:
         f"{bias['clipped']:.2f}.",
         {
             f"{what} {name} {policy} {c:g}": x
-            for (name, policy), v in found.items()
+            for (name, policy), v in figures.items()
             for i, c in enumerate(coefficients)
             for what, x in (("cosine", v[i].cosine), ("along", along[name, policy][i]))
         }
@@ -266,6 +266,6 @@ def teacher_bonus(seed: int = 0) -> MeasuredClaim:
         curves={
             "coefficient": coefficients,
             **{f"along_{name}": tuple(along[name, "on"]) for name in teachers},
-            **{f"cosine_{name}": tuple(f.cosine for f in found[name, "on"]) for name in teachers},
+            **{f"cosine_{name}": tuple(f.cosine for f in figures[name, "on"]) for name in teachers},
         },
     )

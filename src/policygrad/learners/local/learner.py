@@ -99,7 +99,7 @@ class LocalLearner:
         settings = algorithm.reference
         self.reads_other_texts = settings is not None and bool(settings.templates or settings.tokenizer)
         self.average: MovingAverage | None = None
-        if self.reference is not None and algorithm.reference is not None and algorithm.reference.ema is not None:
+        if self.reference is not None and settings is not None and settings.ema is not None:
             from policygrad.learners.local.auxiliary_networks import MovingAverage
 
             self.average = MovingAverage(self.reference.model, self.optimizer)
@@ -121,9 +121,8 @@ class LocalLearner:
             balance = find_expert_balance(self.evaluator, config, self.division)
             check_expert_balance(balance, algorithm)
             self.networks = replace(self.networks, balance=balance)
-        for term in algorithm.terms:
-            if "kl_ref" in term.forward_needs:
-                self.networks = replace(self.networks, divergence=term.divergence)
+        for term in (term for term in algorithm.terms if "kl_ref" in term.forward_needs):
+            self.networks = replace(self.networks, divergence=term.divergence)
         if config.compiles:
             from policygrad.learners.local.compilation import CompiledBlocks
 

@@ -46,7 +46,7 @@ from policygrad.samplers.engines.nccl_transfer import WeightTransfer
 from policygrad.samplers.engines.polling import SharedPoll, repeat_during
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.engines.server_process import LaunchCommand, ServerProcess, find_free_port
-from policygrad.samplers.engines.tail import Tail
+from policygrad.samplers.engines.tail import RequestTail
 from policygrad.samplers.local.sampling import derive_seeds
 from policygrad.samplers.stop_texts import cut_at_stop, find_stop
 from policygrad.utils.async_runner import gather_or_cancel
@@ -214,7 +214,7 @@ class EngineSampler(ABC):
         self.processes: dict[str, ServerProcess] = {}  # by server, of those that are started here
         self._start_versions: dict[str, WeightVersion] = {}  # by server: what its process was started with
         self._callback: CompletionCallback | None = None
-        self._tail = Tail()
+        self._tail = RequestTail()
         dtype = next(model.parameters()).dtype
         self.logprob_tolerance = config.logprob_tolerance or probe.TOLERANCE.get(dtype, 0.2)
         self._servers: ServerPool | None = None

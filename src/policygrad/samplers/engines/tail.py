@@ -9,7 +9,7 @@ from contextlib import contextmanager
 _QUANTILE = 0.9
 
 
-class Tail:
+class RequestTail:
     """Adds up the seconds in which nine tenths of the requests that overlap had ended and others had not.
 
     Requests overlap from one that begins where none runs to the moment at which none runs any more, whoever sent them: all
