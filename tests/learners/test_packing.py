@@ -263,6 +263,7 @@ def test_equal_completions_are_computed_once_and_counted_twice(
     full = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
     bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration", "observation")
     whole_numbers = ("version", "turn_state", "example_id", "level", "levels", "role", "peers", "teacher")
+    whole_numbers += ("reference_spans",)
     kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
     other = torch.zeros(full.shape, dtype=kind)
     other[1] = 1
