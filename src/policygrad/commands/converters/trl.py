@@ -648,7 +648,8 @@ def answer_data(options: Options) -> Iterator[Outcome]:
 
 
 def _name_reward(name: str, weights: list[Any], i: int) -> str:
-    replacements = {"accuracy_reward": "math", "think_format_reward": "format", "accuracy": "math"}  # the last, open-r1's
+    # the last is open-r1's
+    replacements = {"accuracy_reward": "math", "think_format_reward": "format", "accuracy": "math"}
     text = replacements.get(name, name)
     if text == name and "." in name and not name.endswith(".py"):
         module, _, function = name.rpartition(".")
