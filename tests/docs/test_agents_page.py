@@ -67,7 +67,9 @@ def test_a_model_alone_is_served_to_the_agent(folder: Path, forked: Forked) -> N
     server = forked.start(cli.main, [*COMMANDS[0][1:], "--json", "--record", "record.jsonl"], stdout=writing)
     os.close(writing)
     with open(reading, encoding="utf-8") as stdout:
-        url = json.loads(stdout.readline())["url"]
+        started = json.loads(stdout.readline())
+        assert "url" in started, started
+        url = started["url"]
         environment = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "any"}
         code = "import agent; print(agent.main({'prompt': 'Solve for q: 7*q + 4 = 39'}), end='')"
         done = subprocess.run(

@@ -181,8 +181,15 @@ def _read_default(option: Option) -> str:
 
 
 def _format_parts(parts: Mapping[str, Any]) -> Sequence[str]:
-    given = {name: parts[name] for name in PARTS if parts.get(name) not in (None, "none", [])}
+    given = {name: _name_open(parts[name]) for name in PARTS if parts.get(name) not in (None, "none", [])}
     return [f"# {line}" for line in tomli_w.dumps({"algorithm": given}).splitlines() if line and line != "[algorithm]"]
+
+
+def _name_open(value: Any) -> Any:
+    """Return a part in which fields that are open are "none", since TOML has no null."""
+    if isinstance(value, Mapping):
+        return {name: _name_open(x) for name, x in value.items()}
+    return [_name_open(x) for x in value] if isinstance(value, list) else "none" if value is None else value
 
 
 def _comment(text: str) -> list[str]:
