@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 
 from doubles.files import rows
-from doubles.forked import Forked
-from policygrad import cli
 from policygrad.environments.agent_program import AgentProgram
 from policygrad.proxy.formats import FORMATS
 
@@ -62,23 +60,24 @@ def test_the_agent_is_trained_evaluated_and_resumed(
 
 
 @pytest.mark.full
-def test_a_model_alone_is_served_to_the_agent(folder: Path, forked: Forked) -> None:
-    reading, writing = os.pipe()
-    server = forked.start(cli.main, [*COMMANDS[0][1:], "--json", "--record", "record.jsonl"], stdout=writing)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as stdout:
-        started = json.loads(stdout.readline())
-        assert "url" in started, started
-        url = started["url"]
-        environment = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "any"}
-        code = "import agent; print(agent.main({'prompt': 'Solve for q: 7*q + 4 = 39'}), end='')"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
-        os.kill(server.pid, signal.SIGINT)
-        assert json.loads(stdout.readline()) == {"event": "stopped"}
-        server.join()
-    assert server.exitcode == 0
+def test_a_model_alone_is_served_to_the_agent(folder: Path) -> None:
+    """In a process of its own: a fork of one that has computed cannot compute in several threads."""
+    command = [sys.executable, "-m", *COMMANDS[0], "--json", "--record", "record.jsonl"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            started = json.loads(server.stdout.readline())
+            assert "url" in started, started
+            environment = {**os.environ, "OPENAI_BASE_URL": f"{started['url']}/v1", "OPENAI_API_KEY": "any"}
+            code = "import agent; print(agent.main({'prompt': 'Solve for q: 7*q + 4 = 39'}), end='')"
+            done = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+            )
+            server.send_signal(signal.SIGINT)
+            assert json.loads(server.stdout.readline()) == {"event": "stopped"}
+            assert server.wait() == 0
+        finally:
+            server.kill()
     assert done.returncode == 0, done.stderr
     (row,) = rows(Path("record.jsonl"))
     assert row["text"] == done.stdout
