@@ -704,9 +704,11 @@ def measure(kind: Any, name: str) -> Outcome:
             again, *_ = programs = kind.start(lab, run, {})
             if again.wait():
                 broken.append(f"it cannot be resumed: {again.said[-300:]}")
-    with contextlib.suppress(OSError):
+    try:
         if (seen := digest(run)) != expected:
             broken.append(f"completions or weights are others than those of a run without a fault ({seen}, {expected})")
+    except OSError as error:
+        broken.append(f"completions or weights cannot be read ({error})")
     options = " ".join(fault.more.get(kind.name, ()))
     return Outcome(kind.name, kind.what, fault.what, options, went_on, round(seconds, 1), line, broken)
 

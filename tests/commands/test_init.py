@@ -35,6 +35,15 @@ def test_the_configuration_is_the_algorithm_with_its_defaults(load: Any, name: s
     assert run.resolve() == Run(algorithm=ALGORITHMS[name]).resolve()
 
 
+def test_parts_that_are_uncommented_are_the_algorithm_s(load: Any) -> None:
+    """A cap that is infinite is null in what `show` prints, and inf here."""
+    text = format_example("prime_rl")
+    begin = text.index("[algorithm]")
+    assert "# c = inf\n" in text
+    run = load(text[:begin] + re.sub(r"^# ", "", text[begin:], flags=re.MULTILINE))
+    assert run.algorithm == ALGORITHMS["prime_rl"]
+
+
 @pytest.mark.full
 def test_every_algorithm_has_one(tmp_path: Path) -> None:
     for name, algorithm in ALGORITHMS.items():

@@ -6,6 +6,7 @@ Texts and defaults are those of the stored help, so that nothing heavy is import
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -181,15 +182,15 @@ def _read_default(option: Option) -> str:
 
 
 def _format_parts(parts: Mapping[str, Any]) -> Sequence[str]:
-    given = {name: _name_open(parts[name]) for name in PARTS if parts.get(name) not in (None, "none", [])}
+    given = {name: _restore_infinity(parts[name]) for name in PARTS if parts.get(name) not in (None, "none", [])}
     return [f"# {line}" for line in tomli_w.dumps({"algorithm": given}).splitlines() if line and line != "[algorithm]"]
 
 
-def _name_open(value: Any) -> Any:
-    """Return a part in which fields that are open are "none", since TOML has no null."""
+def _restore_infinity(value: Any) -> Any:
+    """Return a part with infinity where the shown one has null: JSON has no infinity, and open fields are "none" in it."""
     if isinstance(value, Mapping):
-        return {name: _name_open(x) for name, x in value.items()}
-    return [_name_open(x) for x in value] if isinstance(value, list) else "none" if value is None else value
+        return {name: _restore_infinity(x) for name, x in value.items()}
+    return [_restore_infinity(x) for x in value] if isinstance(value, list) else math.inf if value is None else value
 
 
 def _comment(text: str) -> list[str]:
