@@ -63,10 +63,17 @@ def _verdict(result: Data) -> str:
     ]
     others = [name for name in ROWS if name != OWN]
     worse = sum(_compare(result, name, OWN) < 0 for name in others)
+    wider = sum(_spread(result, name) > _spread(result, OWN) for name in others)
     return (
         f"At equal tokens, {' and '.join(cuts)}. {worse} of the {len(others)} rows with another tokenizer are worse than the one "
-        "with the policy's, and their seeds lie further apart. The learning rate was not chosen for each."
+        f"with the policy's; the seeds of {wider} lie further apart than its seeds. The learning rate was not chosen for each."
     )
+
+
+def _spread(result: Data, name: str) -> float:
+    """Return how far the accuracies of a row's seeds lie apart."""
+    accuracies = [run["after"] for row in result["rows"] if row["label"] == name for run in row["runs"]]
+    return max(accuracies) - min(accuracies)
 
 
 def _compare(result: Data, name: str, other: str) -> int:

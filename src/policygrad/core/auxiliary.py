@@ -311,8 +311,8 @@ class Reference(Part):
     cut: Literal["words", "tokens"] = choice(
         words="where tokens of both and a word end", tokens="where tokens of both end"
     )
-    """words: spans end where tokens of both models and a word, a digit or signs end, a Chinese character and kana being words.
-    tokens: where tokens of both end, the smallest spans. With `tokenizer`."""
+    """words: a span ends after a token of both models with which a word, a digit or a sign ends too.
+    A Chinese character or a kana is a word. tokens: after every token of both models. With `tokenizer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
